@@ -1,0 +1,116 @@
+//! The one error type of the library.
+//!
+//! An [`Error`] is a kind that programs branch on and a message that people read. Messages are lower
+//! case, have no final period, and name the file, key, tensor or value that is at fault.
+
+use std::fmt;
+
+/// What went wrong, for programs. The C API maps each kind to one `dsv4_status` number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument is out of its documented range, or a call is not possible in this state.
+    InvalidArgument,
+    /// A file, folder, tensor or entry that was named does not exist.
+    NotFound,
+    /// The operating system refused to read, map or write a file.
+    Io,
+    /// A checkpoint or session file is damaged, truncated or contradicts itself.
+    Corrupt,
+    /// `config.json` has a known key with a wrong type or an impossible value.
+    Config,
+    /// A model of another architecture; never loaded by guess.
+    UnsupportedModel,
+    /// A valid request that this build or device cannot serve.
+    Unsupported,
+    /// A device or library that was asked for is not there; the message says the remedy.
+    Unavailable,
+    /// An allocation sized by model, context, batch or file was refused; the message has the bytes.
+    OutOfMemory,
+    /// The session's context, or the cache behind it, is full; the session is unchanged.
+    ContextFull,
+    /// The call was cancelled; what was computed before stays usable.
+    Cancelled,
+    /// The object is in use by another thread.
+    Busy,
+    /// Logits or activations became NaN or infinite.
+    Numeric,
+    /// `tokenizer.json` cannot be read, or text or ids do not fit it.
+    Tokenizer,
+    /// A chat message list does not follow the expected form.
+    Chat,
+    /// A panic or a sticky device error broke this object earlier; it can only be freed.
+    Poisoned,
+    /// A defect of this library: a panic stopped at its boundary.
+    Panic,
+}
+
+/// Error of every fallible call: a kind and a message.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+}
+
+/// Result with the library's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// Makes an error from its kind and a message (lower case, no final period, names the culprit).
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into() }
+    }
+
+    /// What went wrong, for programs.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// What went wrong, for people.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// The same error with `context: ` in front of its message.
+    #[must_use]
+    pub fn context(self, context: impl fmt::Display) -> Self {
+        Self { kind: self.kind, message: format!("{context}: {}", self.message) }
+    }
+
+    /// An operating system error about `path`.
+    pub fn io(path: impl AsRef<std::path::Path>, source: &std::io::Error) -> Self {
+        let kind = match source.kind() {
+            std::io::ErrorKind::NotFound => ErrorKind::NotFound,
+            std::io::ErrorKind::OutOfMemory => ErrorKind::OutOfMemory,
+            _ => ErrorKind::Io,
+        };
+        Self::new(kind, format!("{}: {source}", path.as_ref().display()))
+    }
+
+    /// A refused allocation of `bytes` bytes for `what`.
+    pub fn out_of_memory(what: impl fmt::Display, bytes: u64) -> Self {
+        Self::new(ErrorKind::OutOfMemory, format!("cannot allocate {bytes} bytes for {what}"))
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {}", self.kind, self.message)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// Shorthand used all over the crate: `bail!(Config, "index_topk is {k}")`.
+macro_rules! bail {
+    ($kind:ident, $($message:tt)+) => {
+        return Err($crate::error::Error::new($crate::error::ErrorKind::$kind, format!($($message)+)))
+    };
+}
+pub(crate) use bail;
