@@ -120,17 +120,33 @@ pub fn e2m1_code(x: f32) -> u8 {
 /// Largest magnitude of a block; NaN if any element is NaN.
 #[inline]
 pub fn amax(block: &[f32]) -> f32 {
-    block.iter().fold(0.0, |m, &v| if v.is_nan() || v.abs() > m { v.abs() } else { m })
+    // the bits of |v| order like the values, infinity and NaN last: an integer maximum, which vectorises
+    f32::from_bits(block.iter().fold(0, |m, v| m.max(v.to_bits() & 0x7FFF_FFFF)))
+}
+
+/// Nearest E4M3 value of `|x| <= 448`, ties to even, without branches so that it vectorises. Not for NaN.
+#[inline]
+pub fn round_e4m3(x: f32) -> f32 {
+    const SUBNORMAL: f32 = 1.5 * 16384.0; // its last mantissa bit is worth 2^-9
+    let bits = x.to_bits();
+    let normal = f32::from_bits((bits + 0x7_FFFF + ((bits >> 20) & 1)) & 0xFFF0_0000);
+    let subnormal = ((x + SUBNORMAL) - SUBNORMAL).copysign(x);
+    if x.abs() < 1.0 / 64.0 { subnormal } else { normal }
 }
 
 /// Quantises `x` to E4M3 with one power-of-two scale per `block` values and writes the dequantised values back
-/// (model.md section 4, `act_quant`). `x.len()` is a multiple of `block`.
+/// (model.md section 4, `act_quant`). `x.len()` is a multiple of `block`. A block that holds a NaN becomes NaN.
 pub fn e4m3_round_trip(x: &mut [f32], block: usize) {
     for values in x.chunks_mut(block) {
-        let scale = e4m3_scale(amax(values));
+        let max = amax(values);
+        if max.is_nan() {
+            values.fill(f32::NAN);
+            continue;
+        }
+        let scale = e4m3_scale(max);
         let inverse = 1.0 / scale;
         for v in values {
-            *v = E4M3[usize::from(e4m3_code((*v * inverse).clamp(-448.0, 448.0)))] * scale;
+            *v = round_e4m3((*v * inverse).clamp(-448.0, 448.0)) * scale;
         }
     }
 }
@@ -144,5 +160,86 @@ pub fn e2m1_round_trip(x: &mut [f32]) {
         for v in values {
             *v = E2M1[usize::from(e2m1_code((*v * inverse).clamp(-6.0, 6.0)))] * scale;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_finite_e4m3_code_is_its_own_nearest() {
+        for code in 0..=255u8 {
+            let value = e4m3_value(code);
+            if value.is_nan() {
+                assert_eq!(code & 0x7F, 0x7F);
+                continue;
+            }
+            assert_eq!(e4m3_code(value), code);
+            assert_eq!(round_e4m3(value).to_bits(), value.to_bits());
+        }
+        assert_eq!(e4m3_value(0x7E), 448.0);
+        assert_eq!(e4m3_value(0x01), 1.0 / 512.0);
+        assert_eq!(e4m3_code(f32::NAN), 0x7F);
+    }
+
+    #[test]
+    fn e4m3_rounds_to_the_nearest_and_ties_to_even() {
+        for code in 0..0x7Eu8 {
+            let (low, high) = (e4m3_value(code), e4m3_value(code + 1));
+            let middle = (low + high) / 2.0;
+            let even = if code % 2 == 0 { low } else { high };
+            for sign in [1.0, -1.0] {
+                for (x, want) in [(middle, even), (middle.next_down(), low), (middle.next_up(), high)] {
+                    assert_eq!(round_e4m3(sign * x), sign * want, "{x}");
+                    assert_eq!(E4M3[usize::from(e4m3_code(sign * x))], sign * want, "{x}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scale_jumps_just_above_448_times_a_power_of_two() {
+        for k in [-10, 0, 7] {
+            let power = 2f32.powi(k);
+            assert_eq!(e4m3_scale(448.0 * power), power);
+            assert_eq!(e4m3_scale((448.0 * power).next_up()), 2.0 * power);
+        }
+        assert_eq!(e4m3_scale(0.0), 2f32.powi(-22), "an all-zero block takes the floor of 1e-4");
+    }
+
+    #[test]
+    fn e2m1_ties_go_to_the_even_code() {
+        for (x, want) in [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)] {
+            assert_eq!(E2M1[usize::from(e2m1_code(x))], want);
+            assert_eq!(E2M1[usize::from(e2m1_code(-x))], -want);
+        }
+        for code in 0..16u8 {
+            assert_eq!(e2m1_code(E2M1[usize::from(code)]), code);
+        }
+    }
+
+    #[test]
+    fn e8m0_codes_are_powers_of_two_with_a_nan() {
+        assert_eq!(e8m0_value(127), 1.0);
+        assert_eq!(e8m0_value(0), 2f32.powi(-127));
+        assert_eq!(e8m0_value(254), 2f32.powi(127));
+        assert!(e8m0_value(255).is_nan());
+    }
+
+    #[test]
+    fn bf16_rounds_ties_to_even_and_keeps_nan() {
+        assert_eq!(round_bf16(f32::from_bits(0x3F80_8000)), 1.0);
+        assert_eq!(round_bf16(f32::from_bits(0x3F81_8000)), f32::from_bits(0x3F82_0000));
+        assert!(round_bf16(f32::from_bits(0x7F80_0001)).is_nan());
+        assert_eq!(round_bf16(f32::INFINITY), f32::INFINITY);
+    }
+
+    #[test]
+    fn nan_poisons_its_block_and_only_its_block() {
+        let mut x = vec![1.0; 256];
+        x[3] = f32::NAN;
+        e4m3_round_trip(&mut x, 128);
+        assert!(x[..128].iter().all(|v| v.is_nan()) && x[128..].iter().all(|&v| v == 1.0));
     }
 }

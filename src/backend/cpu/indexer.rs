@@ -1,0 +1,215 @@
+//! The lightning indexer: which compressed entries a query attends to (model.md section 3.5).
+#![forbid(unsafe_code)]
+
+use std::cmp::Ordering;
+
+use crate::alloc;
+use crate::cache::LayerView;
+use crate::error::Result;
+use crate::tensor::format::round_bf16;
+
+use super::Cpu;
+use super::simd;
+
+/// Keys decoded and scored at once.
+const TILE: usize = 64;
+/// Queries that share a decoded tile.
+const QUERIES: usize = 8;
+
+/// Chosen compressed entries of each query, best first.
+pub struct Selection {
+    /// Most entries a query can have.
+    pub width: usize,
+    /// `[queries, width]`; only the first `counts[query]` of a row are set.
+    pub ids: Vec<u32>,
+    /// Number of entries of each query.
+    pub counts: Vec<u32>,
+}
+
+impl Selection {
+    /// Entries of query `row`.
+    pub fn row(&self, row: usize) -> &[u32] {
+        &self.ids[row * self.width..][..self.counts[row] as usize]
+    }
+}
+
+/// Walsh-Hadamard transform in natural order times `n^-0.5`; `x.len()` is a power of two.
+pub fn hadamard(x: &mut [f32]) {
+    let mut half = 1;
+    while half < x.len() {
+        for pair in x.chunks_exact_mut(2 * half) {
+            let (a, b) = pair.split_at_mut(half);
+            for (a, b) in a.iter_mut().zip(b) {
+                (*a, *b) = (*a + *b, *a - *b);
+            }
+        }
+        half *= 2;
+    }
+    let scale = (x.len() as f32).sqrt().recip();
+    x.iter_mut().for_each(|v| *v *= scale);
+}
+
+/// Index queries of a run of consecutive positions.
+pub struct Queries<'a> {
+    /// Rotated (and in quantised numerics rounded) queries `[n, heads, dim]`.
+    pub q: &'a [f32],
+    /// Head weights `[n, heads]`, the constant factors included.
+    pub weights: &'a [f32],
+    /// Index heads.
+    pub heads: usize,
+    /// Values of an index vector.
+    pub dim: usize,
+    /// Position of the first query.
+    pub start: usize,
+    /// Products, weighted scores and sums are stored as bf16.
+    pub bf16: bool,
+}
+
+impl Queries<'_> {
+    fn len(&self) -> usize {
+        self.weights.len() / self.heads
+    }
+
+    /// Entries the query in `row` may see: those whose last token is not after it.
+    fn visible(&self, row: usize) -> usize {
+        (self.start + row + 1) / 4
+    }
+}
+
+/// Scores every visible entry for every query and keeps the best `top_k`; equal scores go to the lower entry.
+pub fn select(cpu: &Cpu, queries: &Queries<'_>, view: LayerView<'_>, top_k: usize) -> Result<Selection> {
+    let n = queries.len();
+    let width = top_k.min(queries.visible(n - 1));
+    let mut selection = Selection {
+        width,
+        ids: alloc::zeroed("selected entries", n * width)?,
+        counts: alloc::zeroed("selected entry counts", n)?,
+    };
+    for (row, count) in selection.counts.iter_mut().enumerate() {
+        *count = queries.visible(row).min(width) as u32;
+    }
+    if width == 0 {
+        return Ok(selection);
+    }
+    cpu.pool.chunks(&mut selection.ids, QUERIES * width, |group, ids| {
+        let first = group * QUERIES;
+        let mut scores = scores(cpu, queries, view, first, ids.len() / width)?;
+        for (row, ids) in ids.chunks_exact_mut(width).enumerate() {
+            best(&mut scores[row], ids)?;
+        }
+        Ok(())
+    })?;
+    Ok(selection)
+}
+
+/// Scores of `count` queries from `first`: one vector of the visible entries each.
+pub fn scores(cpu: &Cpu, queries: &Queries<'_>, view: LayerView<'_>, first: usize, count: usize) -> Result<Vec<Vec<f32>>> {
+    let (heads, dim) = (queries.heads, queries.dim);
+    let mut out = alloc::with_capacity("index score rows", count)?;
+    for row in first..first + count {
+        out.push(alloc::vec_f32("index scores", queries.visible(row))?);
+    }
+    let mut keys = alloc::vec_f32("index key tile", TILE * dim)?;
+    let mut products = alloc::vec_f32("index products", heads * TILE)?;
+    let all = queries.visible(first + count - 1);
+    for tile in (0..all).step_by(TILE) {
+        let len = TILE.min(all - tile);
+        for (j, key) in keys.chunks_exact_mut(dim).take(len).enumerate() {
+            view.layout().decode_key(view.key(tile + j), key);
+        }
+        for (i, out) in out.iter_mut().enumerate() {
+            let seen = out.len().saturating_sub(tile).min(len);
+            if seen == 0 {
+                continue;
+            }
+            let row = first + i;
+            let q = &queries.q[row * heads * dim..(row + 1) * heads * dim];
+            simd::scores(cpu.simd, q, &keys[..seen * dim], dim, &mut products[..heads * seen]);
+            let weights = &queries.weights[row * heads..(row + 1) * heads];
+            combine(&products[..heads * seen], weights, queries.bf16, &mut out[tile..tile + seen]);
+        }
+    }
+    Ok(out)
+}
+
+/// `out[j] = sum_h weights[h] * relu(products[h][j])`, heads in order.
+fn combine(products: &[f32], weights: &[f32], bf16: bool, out: &mut [f32]) {
+    out.fill(0.0);
+    for (row, &weight) in products.chunks_exact(out.len()).zip(weights) {
+        for (o, &p) in out.iter_mut().zip(row) {
+            // NaN must pass, so no f32::max
+            let relu = if p < 0.0 { 0.0 } else { p };
+            *o += if bf16 { round_bf16(round_bf16(relu) * weight) } else { relu * weight };
+        }
+    }
+    if bf16 {
+        out.iter_mut().for_each(|v| *v = round_bf16(*v));
+    }
+}
+
+/// The best entries of `scores` (as many as fit in `ids`, or all), best first, ties to the lower entry; NaN is worst.
+fn best(scores: &mut [f32], ids: &mut [u32]) -> Result<()> {
+    let keep = ids.len().min(scores.len());
+    let mut order: Vec<u32> = alloc::with_capacity("index order", scores.len())?;
+    order.extend(0..scores.len() as u32);
+    let value = |j: u32| {
+        let s = scores[j as usize];
+        if s.is_nan() { f32::NEG_INFINITY } else { s }
+    };
+    let compare = |a: &u32, b: &u32| value(*b).partial_cmp(&value(*a)).unwrap_or(Ordering::Equal).then(a.cmp(b));
+    if keep < order.len() {
+        order.select_nth_unstable_by(keep, compare);
+        order.truncate(keep);
+    }
+    order.sort_unstable_by(compare);
+    ids[..keep].copy_from_slice(&order);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hadamard_is_its_own_inverse_and_keeps_length() {
+        let before: Vec<f32> = (0..128).map(|i| (i as f32 * 0.3).sin()).collect();
+        let mut x = before.clone();
+        hadamard(&mut x);
+        let norm = |v: &[f32]| v.iter().map(|&a| f64::from(a).powi(2)).sum::<f64>();
+        assert!((norm(&x) / norm(&before) - 1.0).abs() < 1e-5);
+        assert!((x[1] - before.iter().enumerate().map(|(i, v)| if i % 2 == 0 { *v } else { -v }).sum::<f32>() / 128f32.sqrt()).abs() < 1e-5);
+        hadamard(&mut x);
+        assert!(x.iter().zip(&before).all(|(a, b)| (a - b).abs() < 1e-5));
+    }
+
+    #[test]
+    fn equal_scores_go_to_the_lower_entry() {
+        let mut ids = [9; 4];
+        best(&mut [1.0; 100], &mut ids).unwrap();
+        assert_eq!(ids, [0, 1, 2, 3]);
+        best(&mut [0.0, 3.0, -1.0, 3.0, 2.0], &mut ids).unwrap();
+        assert_eq!(ids, [1, 3, 4, 0]);
+    }
+
+    #[test]
+    fn nan_and_infinite_scores_give_valid_unique_entries() {
+        for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut scores = vec![special; 50];
+            scores[7] = 1.0;
+            let mut ids = [u32::MAX; 16];
+            best(&mut scores, &mut ids).unwrap();
+            let mut sorted = ids;
+            sorted.sort_unstable();
+            assert!(sorted.windows(2).all(|w| w[0] < w[1]) && sorted[15] < 50, "{special}: {ids:?}");
+        }
+    }
+
+    #[test]
+    fn combine_weighs_after_the_relu_and_rounds_where_the_official_code_does() {
+        let mut out = [0.0; 2];
+        combine(&[1.0, -5.0, 2.0, 3.0], &[2.0, -1.0], false, &mut out);
+        assert_eq!(out, [0.0, -3.0]);
+        combine(&[1.003, 0.0], &[1.0], true, &mut out);
+        assert_eq!(out, [round_bf16(1.003), 0.0]);
+    }
+}

@@ -1,0 +1,42 @@
+//! The CPU backend: one file an operation, float32 arithmetic, SIMD chosen at run time.
+//!
+//! Invariant: no result depends on the number of threads or on what else is in a call. Every sum has one order, fixed
+//! by positions and dimensions; work is split between threads only where outputs are independent.
+
+pub mod attention;
+pub mod compressor;
+pub mod hyper;
+pub mod indexer;
+pub mod linear;
+pub mod moe;
+pub mod norm;
+mod pool;
+pub mod rope;
+pub mod simd;
+
+pub use pool::Pool;
+
+use crate::error::Result;
+
+use linear::Job;
+use simd::Simd;
+
+/// Threads and instruction set of one engine.
+pub struct Cpu {
+    /// The engine's own threads.
+    pub pool: Pool,
+    /// The instruction set in use.
+    pub simd: Simd,
+}
+
+impl Cpu {
+    /// A backend with `threads` threads (0: one per core) and the best instruction set of this machine.
+    pub fn new(threads: usize) -> Result<Self> {
+        Ok(Self { pool: Pool::new(threads)?, simd: Simd::detect() })
+    }
+
+    /// Several products in one parallel region.
+    pub fn linear(&self, jobs: &mut [Job<'_>]) -> Result<()> {
+        linear::run(&self.pool, self.simd, jobs)
+    }
+}

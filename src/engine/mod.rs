@@ -1,0 +1,113 @@
+//! An engine: one model on one device with its numerics, threads and cache format. Sessions run on it.
+#![forbid(unsafe_code)]
+
+mod options;
+pub mod research;
+
+use std::sync::Arc;
+
+use crate::backend::cpu::Cpu;
+use crate::cache::{CacheLayout, KvFormat, SequenceCache};
+use crate::error::{Result, bail};
+use crate::model::deepseek_v4::{LogitRows, Probe, Segment, Tables, Trunk};
+use crate::model::{Model, Numerics, Rounding};
+
+pub use options::{DeviceChoice, EngineOptions};
+
+/// One model ready to run. Shared between sessions and threads.
+///
+/// ```no_run
+/// use dsv4::{Engine, EngineOptions, Model};
+/// let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// # Ok::<(), dsv4::Error>(())
+/// ```
+pub struct Engine {
+    model: Arc<Model>,
+    options: EngineOptions,
+    kv_format: KvFormat,
+    cpu: Cpu,
+    tables: Tables,
+}
+
+impl Engine {
+    /// Prepares `model` for running.
+    ///
+    /// # Errors
+    /// `InvalidArgument` names the option that is out of range; `Unavailable` the device that is not there.
+    pub fn new(model: &Arc<Model>, options: EngineOptions) -> Result<Arc<Self>> {
+        options.validate()?;
+        let kv_format = options.kv_format.unwrap_or(match options.numerics {
+            Numerics::Exact => KvFormat::F32,
+            _ => KvFormat::Fp8,
+        });
+        if options.numerics == Numerics::Exact && kv_format == KvFormat::Fp8 {
+            bail!(InvalidArgument, "numerics exact has no fp8 cache: use kvquant, or a bf16 or f32 cache");
+        }
+        let cpu = Cpu::new(options.threads)?;
+        tracing::info!(
+            numerics = %options.numerics, cache = %kv_format, threads = cpu.pool.threads(), simd = %cpu.simd,
+            "engine ready on the CPU"
+        );
+        let tables = Tables::new(model.config());
+        Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables }))
+    }
+
+    /// The model it runs.
+    pub fn model(&self) -> &Arc<Model> {
+        &self.model
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
+    /// Storage of the cache.
+    pub fn kv_format(&self) -> KvFormat {
+        self.kv_format
+    }
+
+    /// Number of worker threads.
+    pub fn threads(&self) -> usize {
+        self.cpu.pool.threads()
+    }
+
+    /// Name of the CPU instruction set in use.
+    pub fn simd(&self) -> &'static str {
+        self.cpu.simd.name()
+    }
+
+    /// An empty cache for one sequence.
+    pub(crate) fn new_cache(&self) -> Result<SequenceCache> {
+        SequenceCache::new(CacheLayout::new(self.model.config(), self.kv_format))
+    }
+
+    /// Runs `tokens` behind what `cache` holds and commits them. On error, and when `between` ends the step with one,
+    /// the cache is as before. Returns the logits of the rows asked for, `[rows, vocab]`.
+    pub(crate) fn step(
+        &self,
+        cache: &mut SequenceCache,
+        tokens: &[u32],
+        rows: LogitRows,
+        between: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<Vec<f32>> {
+        self.model.checkpoint().check_sizes()?;
+        let staged = cache.stage(tokens.len())?;
+        let mut segments = [Segment { cache, staged, tokens }];
+        let trunk = self.trunk(Rounding::from(self.options.numerics));
+        let logits = trunk.step(&mut segments, rows, between, &mut Probe::off())?;
+        let [Segment { staged, .. }] = segments;
+        cache.commit(staged);
+        Ok(logits)
+    }
+
+    fn trunk(&self, rounding: Rounding) -> Trunk<'_> {
+        Trunk {
+            config: self.model.config(),
+            weights: self.model.weights(),
+            rounding,
+            cpu: &self.cpu,
+            tables: &self.tables,
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Options of an engine.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::cache::KvFormat;
+use crate::error::{Error, ErrorKind, Result, bail};
+use crate::model::Numerics;
+
+/// Where an engine runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum DeviceChoice {
+    /// The host's processors.
+    #[default]
+    Cpu,
+    /// A CUDA device by its number.
+    Cuda(u32),
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(n) => write!(f, "cuda:{n}"),
+        }
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let number = s.strip_prefix("cuda").map(|rest| rest.strip_prefix(':').unwrap_or("0").parse());
+        match (s, number) {
+            ("cpu", _) => Ok(Self::Cpu),
+            (_, Some(Ok(n))) => Ok(Self::Cuda(n)),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("unknown device {s:?}; cpu, cuda or cuda:N"))),
+        }
+    }
+}
+
+/// How an engine runs its model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineOptions {
+    /// Roundings and quantisations.
+    pub numerics: Numerics,
+    /// Storage of the cache; `None` takes the numerics' own (fp8, or f32 for `exact`).
+    pub kv_format: Option<KvFormat>,
+    /// Where to run.
+    pub device: DeviceChoice,
+    /// Worker threads; 0 means one per available core.
+    pub threads: usize,
+    /// Most tokens that go through the model at once, 1 to 65,536. More is faster and takes more memory.
+    pub prefill_chunk: usize,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            numerics: Numerics::Reference,
+            kv_format: None,
+            device: DeviceChoice::Cpu,
+            threads: 0,
+            prefill_chunk: 256,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Most worker threads.
+    pub const MAX_THREADS: usize = 1024;
+    /// Most tokens of a prefill chunk.
+    pub const MAX_PREFILL_CHUNK: usize = 65_536;
+
+    pub(super) fn validate(&self) -> Result<()> {
+        if self.threads > Self::MAX_THREADS {
+            bail!(InvalidArgument, "threads is {}; at most {}", self.threads, Self::MAX_THREADS);
+        }
+        if self.prefill_chunk == 0 || self.prefill_chunk > Self::MAX_PREFILL_CHUNK {
+            bail!(InvalidArgument, "prefill_chunk is {}; 1 to {}", self.prefill_chunk, Self::MAX_PREFILL_CHUNK);
+        }
+        if let DeviceChoice::Cuda(n) = self.device {
+            let devices = crate::backend::cuda_devices()?;
+            if devices.len() <= n as usize {
+                bail!(Unavailable, "device cuda:{n} does not exist; this machine has {} CUDA devices", devices.len());
+            }
+            bail!(Unsupported, "running on a GPU is not supported by this version; use device cpu");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,183 @@
+//! The trunk of DeepSeek-V4: what is computed, in which order, with which roundings (model.md section 3).
+//!
+//! A step takes new tokens of one or more sequences through all layers at once: rows of different sequences share every
+//! product with a weight and meet nowhere else. Nothing here depends on how a sequence was cut into steps, so neither
+//! do the results. Calls the backend's operations; owns neither weights nor cache.
+#![forbid(unsafe_code)]
+
+mod attention;
+mod ffn;
+mod probe;
+mod streams;
+
+use crate::alloc;
+use crate::backend::cpu::Cpu;
+use crate::backend::cpu::hyper::{HyperParams, MAX_STREAMS};
+use crate::backend::cpu::rope::{Rotations, frequencies};
+use crate::cache::{SequenceCache, Staged};
+use crate::error::{Error, ErrorKind, Result};
+
+use super::config::{Config, LayerKind};
+use super::numerics::Rounding;
+use super::weights::Weights;
+
+pub use probe::{Probe, Record};
+
+/// One sequence's share of a step.
+pub struct Segment<'a> {
+    /// What the sequence has so far; not changed by the step.
+    pub cache: &'a SequenceCache,
+    /// Receives what the step adds; made by [`SequenceCache::stage`] for `tokens.len()` tokens.
+    pub staged: Staged,
+    /// The new tokens.
+    pub tokens: &'a [u32],
+}
+
+/// Which rows a step computes logits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogitRows {
+    /// None: a prefill chunk that is not the last.
+    None,
+    /// The last row of each segment.
+    Last,
+    /// Every row.
+    All,
+}
+
+/// The trunk of a model with its rounding points and derived tables.
+pub struct Trunk<'a> {
+    pub(crate) config: &'a Config,
+    pub(crate) weights: &'a Weights,
+    pub(crate) rounding: Rounding,
+    pub(crate) cpu: &'a Cpu,
+    pub(crate) tables: &'a Tables,
+}
+
+/// Tables that depend on the config alone.
+pub struct Tables {
+    /// Frequencies of window-only layers.
+    plain: Vec<f32>,
+    /// Frequencies of layers with compressed entries, for everything in them.
+    yarn: Vec<f32>,
+}
+
+impl Tables {
+    /// Tables of a model.
+    pub fn new(config: &Config) -> Self {
+        let dim = config.qk_rope_head_dim;
+        Self {
+            plain: frequencies(dim, config.rope_theta, None),
+            yarn: frequencies(dim, config.compress_rope_theta, Some(&config.rope_scaling)),
+        }
+    }
+}
+
+/// What all layers of one step share.
+pub(crate) struct StepContext {
+    /// Token id of each row.
+    ids: Vec<u32>,
+    /// First row of each segment, and the total at the end.
+    bounds: Vec<usize>,
+    /// Rotations of the rows' own positions.
+    plain: Rotations,
+    yarn: Rotations,
+    /// Rotations of the entries that each segment completes: for ratio 4 and for ratio 128.
+    entries: Vec<[Rotations; 2]>,
+}
+
+impl StepContext {
+    fn new(tables: &Tables, segments: &[Segment<'_>]) -> Result<Self> {
+        let rows = segments.iter().map(|s| s.tokens.len()).sum();
+        let mut ids = alloc::with_capacity("step token ids", rows)?;
+        let mut positions: Vec<usize> = alloc::with_capacity("step positions", rows)?;
+        let mut bounds = alloc::with_capacity("step bounds", segments.len() + 1)?;
+        let mut entries = alloc::with_capacity("step entry rotations", segments.len())?;
+        bounds.push(0);
+        for s in segments {
+            let (start, end) = (s.staged.start, s.staged.start + s.tokens.len());
+            ids.extend_from_slice(s.tokens);
+            positions.extend(start..end);
+            bounds.push(ids.len());
+            let of = |ratio: usize| {
+                Rotations::new(&tables.yarn, (start / ratio..end / ratio).map(move |j| j * ratio))
+            };
+            entries.push([of(4)?, of(128)?]);
+        }
+        Ok(Self {
+            plain: Rotations::new(&tables.plain, positions.iter().copied())?,
+            yarn: Rotations::new(&tables.yarn, positions.iter().copied())?,
+            ids,
+            bounds,
+            entries,
+        })
+    }
+
+    fn rows(&self) -> usize {
+        self.ids.len()
+    }
+
+    fn rotations(&self, kind: LayerKind) -> &Rotations {
+        if kind == LayerKind::Window { &self.plain } else { &self.yarn }
+    }
+
+    fn entry_rotations(&self, segment: usize, kind: LayerKind) -> &Rotations {
+        &self.entries[segment][usize::from(kind == LayerKind::C128a)]
+    }
+}
+
+impl<'a> Trunk<'a> {
+    /// Takes the segments' tokens through all layers and returns the logits `[rows, vocab]` of the rows asked for.
+    /// `between` runs before each layer and may end the step with its error; the caches are untouched until committed.
+    pub fn step(
+        &self,
+        segments: &mut [Segment<'_>],
+        logit_rows: LogitRows,
+        between: &mut dyn FnMut(usize) -> Result<()>,
+        probe: &mut Probe,
+    ) -> Result<Vec<f32>> {
+        let step = StepContext::new(self.tables, segments)?;
+        let mut x = self.embed(&step.ids)?;
+        for layer in 0..self.config.num_hidden_layers {
+            between(layer)?;
+            x = self.layer(layer, x, &step, segments, probe)?;
+        }
+        self.head(&x, &step, logit_rows, probe)
+    }
+
+    /// One layer on given streams `[rows, streams, D]`.
+    pub(crate) fn layer(
+        &self,
+        layer: usize,
+        x: Vec<f32>,
+        step: &StepContext,
+        segments: &mut [Segment<'_>],
+        probe: &mut Probe,
+    ) -> Result<Vec<f32>> {
+        let x = self.attention_half(layer, &x, step, segments, probe)?;
+        probe.record(layer, "streams_mid", &[step.rows(), self.config.hc_mult, self.config.hidden_size], &x);
+        let x = self.ffn_half(layer, &x, &step.ids, probe)?;
+        probe.record(layer, "streams", &[step.rows(), self.config.hc_mult, self.config.hidden_size], &x);
+        if x.iter().any(|v| !v.is_finite()) {
+            return Err(Error::new(
+                ErrorKind::Numeric,
+                format!("activations are not finite after layer {layer} (positions from {})", segments[0].staged.start),
+            ));
+        }
+        Ok(x)
+    }
+
+    /// A step's shared context, for callers that run single layers.
+    pub(crate) fn context(&self, segments: &[Segment<'_>]) -> Result<StepContext> {
+        StepContext::new(self.tables, segments)
+    }
+
+    /// Constants of the hyper-connections.
+    fn hyper(&self) -> HyperParams {
+        debug_assert!(self.config.hc_mult <= MAX_STREAMS, "checked when the config was read");
+        HyperParams {
+            streams: self.config.hc_mult,
+            iterations: self.config.hc_sinkhorn_iters,
+            eps: self.config.hc_eps,
+        }
+    }
+}

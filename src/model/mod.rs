@@ -1,0 +1,104 @@
+//! A DeepSeek-V4 model: configuration, typed weights and the architecture that uses them.
+#![forbid(unsafe_code)]
+
+pub mod config;
+pub mod deepseek_v4;
+mod numerics;
+pub mod weights;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use once_cell::sync::OnceCell;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::tokenizer::Tokenizer;
+use crate::weights::Checkpoint;
+
+use config::Config;
+use weights::Weights;
+
+pub use numerics::{Numerics, Rounding};
+
+/// An opened checkpoint folder: immutable, shared between engines and threads.
+///
+/// Opening reads the config and the headers of all shards and validates every tensor against the architecture; it
+/// touches no page of the weights and copies none. The tokenizer is read at its first use.
+///
+/// ```no_run
+/// let model = dsv4::Model::open("examples/models/tiny-v4")?;
+/// println!("{} layers", model.config().num_hidden_layers);
+/// # Ok::<(), dsv4::Error>(())
+/// ```
+pub struct Model {
+    path: PathBuf,
+    config: Config,
+    weights: Weights,
+    checkpoint: Checkpoint,
+    tokenizer: OnceCell<Tokenizer>,
+}
+
+impl Model {
+    /// Opens the checkpoint folder at `path` (official layout: `config.json`, safetensors shards with their index or
+    /// one `model.safetensors`, `tokenizer.json`).
+    ///
+    /// # Errors
+    /// `NotFound` and `Io` for files; `Corrupt` for damaged, truncated or contradicting ones; `Config` and
+    /// `UnsupportedModel` for the model itself. Messages name the file, key or tensor.
+    pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>> {
+        let path = path.as_ref();
+        let config = Config::from_file(&path.join("config.json"))?;
+        let checkpoint = Checkpoint::open(path)?;
+        Self::from_parts(path.to_owned(), config, checkpoint)
+    }
+
+    /// A model from a parsed config and a checkpoint, which may lie in memory.
+    #[doc(hidden)]
+    pub fn from_parts(path: PathBuf, config: Config, checkpoint: Checkpoint) -> Result<Arc<Self>> {
+        let weights = Weights::resolve(&config, &checkpoint)?;
+        Ok(Arc::new(Self { path, config, weights, checkpoint, tokenizer: OnceCell::new() }))
+    }
+
+    /// The folder it was opened from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Dimensions and constants.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Typed handles to the weights.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// The shards behind the weights.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// The tokenizer, read from `tokenizer.json` at the first call.
+    ///
+    /// # Errors
+    /// `NotFound` if the folder has none, `Tokenizer` if it cannot be read or has more ids than the model.
+    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+        self.tokenizer.get_or_try_init(|| {
+            let file = self.path.join("tokenizer.json");
+            let tokenizer = Tokenizer::from_file(&file)?;
+            if tokenizer.vocab_size() > self.config.vocab_size {
+                return Err(Error::new(
+                    ErrorKind::Tokenizer,
+                    format!(
+                        "{}: {} ids, but the model's vocab_size is {}",
+                        file.display(),
+                        tokenizer.vocab_size(),
+                        self.config.vocab_size
+                    ),
+                ));
+            }
+            Ok(tokenizer)
+        })
+    }
+}

@@ -1,0 +1,40 @@
+//! Cancelling a call from another thread.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::error::{Result, bail};
+
+/// Cancels the running call of one session, or its next call if none is running. Cheap to clone and to send.
+///
+/// The call looks between layers, so it returns within the time of one layer of one chunk; the chunk in flight is
+/// dropped, earlier ones stay in the session. A cancel is used up by the call that it ends.
+#[derive(Clone, Debug, Default)]
+pub struct CancelToken {
+    flag: Arc<AtomicBool>,
+}
+
+impl CancelToken {
+    pub(super) fn new() -> Self {
+        Self::default()
+    }
+
+    /// Asks the session's call to end.
+    pub fn cancel(&self) {
+        self.flag.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes back a cancel that no call has seen yet.
+    pub fn reset(&self) {
+        self.flag.store(false, Ordering::Relaxed);
+    }
+
+    /// `Cancelled` if asked for, and then no longer.
+    pub(super) fn check(&self) -> Result<()> {
+        if self.flag.load(Ordering::Relaxed) && self.flag.swap(false, Ordering::Relaxed) {
+            bail!(Cancelled, "cancelled; tokens of earlier chunks stay in the session");
+        }
+        Ok(())
+    }
+}
