@@ -1,0 +1,386 @@
+//! The typed weights of a model: which tensor is which matrix or vector, checked against the configuration.
+//!
+//! Invariant: every handle of a [`Weights`] has the dtype and shape that the configuration asks for, and every quantised
+//! matrix has its scales. Resolving touches no page of the weights. Names and shapes: model.md section 2.
+//!
+//! Arithmetic on the weights is not here; a [`Matrix`] only lends a [`MatrixRef`].
+
+#![forbid(unsafe_code)]
+
+mod resolve;
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use crate::alloc;
+use crate::error::{Result, bail};
+use crate::tensor::format::bf16_value;
+use crate::tensor::{DType, MatrixFormat, MatrixRef, Scales};
+use crate::weights::Tensor;
+
+/// A weight matrix `[rows, cols]` in checkpoint storage, with its scales.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    tensor: Tensor,
+    scale: Option<Tensor>,
+    format: MatrixFormat,
+    rows: usize,
+    cols: usize,
+}
+
+impl Matrix {
+    /// The matrix as the operations take it. Reading it may touch the disk.
+    pub fn view(&self) -> MatrixRef<'_> {
+        let scales = match &self.scale {
+            None => Scales::None,
+            Some(scale) if scale.dtype() == DType::F32 => Scales::F32(scale.bytes()),
+            Some(scale) => Scales::E8m0(scale.bytes()),
+        };
+        MatrixRef {
+            format: self.format,
+            rows: self.rows,
+            cols: self.cols,
+            data: self.tensor.bytes(),
+            scales,
+            first_row: 0,
+            round_to_bf16: false,
+        }
+    }
+
+    /// Number of outputs.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of inputs.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Storage form.
+    pub fn format(&self) -> MatrixFormat {
+        self.format
+    }
+
+    /// Bytes in the checkpoint, scales included.
+    pub fn byte_len(&self) -> usize {
+        self.tensor.byte_len() + self.scale.as_ref().map_or(0, Tensor::byte_len)
+    }
+
+    /// The tensor of the elements.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// The tensor of the scales, for quantised matrices.
+    pub fn scale(&self) -> Option<&Tensor> {
+        self.scale.as_ref()
+    }
+}
+
+/// A small weight tensor that is used as float32: a norm, bias, sink or position table, flattened row-major.
+#[derive(Clone)]
+pub struct Vector {
+    tensor: Tensor,
+    values: OnceLock<Vec<f32>>,
+}
+
+impl Vector {
+    /// The elements, widened exactly to float32 at the first call, which allocates them unless [`Self::prepare`] did.
+    pub fn values(&self) -> &[f32] {
+        self.values.get_or_init(|| {
+            let mut values = Vec::with_capacity(self.len());
+            self.widen_into(&mut values);
+            values
+        })
+    }
+
+    /// Widens the elements now, with memory that is reserved fallibly.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, naming the tensor and the bytes.
+    pub fn prepare(&self) -> Result<()> {
+        if self.values.get().is_none() {
+            let mut values = alloc::with_capacity(self.tensor.name(), self.len())?;
+            self.widen_into(&mut values);
+            // another thread may have been faster, with the same values
+            let _ = self.values.set(values);
+        }
+        Ok(())
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.tensor.shape().iter().product()
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The tensor in the checkpoint.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    fn widen_into(&self, values: &mut Vec<f32>) {
+        let bytes = self.tensor.bytes();
+        if self.tensor.dtype() == DType::Bf16 {
+            values.extend(bytes.chunks_exact(2).map(|b| bf16_value(u16::from_le_bytes([b[0], b[1]]))));
+        } else {
+            values.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        }
+    }
+}
+
+impl fmt::Debug for Vector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.tensor.fmt(f)
+    }
+}
+
+/// The table of a hash-routed layer: `[vocab_size, num_experts_per_tok]` expert ids (I64).
+#[derive(Clone, Debug)]
+pub struct HashTable {
+    tensor: Tensor,
+    experts: usize,
+}
+
+impl HashTable {
+    /// The experts of `token`, in the order of the table. Ids are checked here, since opening reads no weights.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a token outside the table, `Corrupt` for an expert id outside `0..n_routed_experts`, naming
+    /// the tensor and the row.
+    pub fn row(&self, token: u32) -> Result<impl ExactSizeIterator<Item = usize> + '_> {
+        let &[rows, per_token] = self.tensor.shape() else {
+            unreachable!("resolve checked that the table has two dimensions")
+        };
+        if token as usize >= rows {
+            bail!(InvalidArgument, "token {token} is outside the {rows} rows of {}", self.tensor.name());
+        }
+        let row = &self.tensor.bytes()[token as usize * per_token * 8..][..per_token * 8];
+        let ids = row.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().expect("chunks of 8 bytes")));
+        for id in ids.clone() {
+            if usize::try_from(id).is_ok_and(|id| id < self.experts) {
+                continue;
+            }
+            bail!(
+                Corrupt,
+                "row {token} of {} has expert id {id}, outside 0..{} (n_routed_experts)",
+                self.tensor.name(),
+                self.experts
+            );
+        }
+        Ok(ids.map(|id| id as usize))
+    }
+
+    /// The tensor in the checkpoint.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+}
+
+/// All weights of a model. Field names are those of model.md section 2.
+#[derive(Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct Weights {
+    /// BF16 `[vocab_size, hidden_size]`.
+    pub embed: Matrix,
+    /// BF16 `[vocab_size, hidden_size]`.
+    pub head: Matrix,
+    pub norm: Vector,
+    pub hc_head: HyperWeights,
+    /// The trunk; `num_hidden_layers` of them.
+    pub layers: Vec<LayerWeights>,
+    pub draft: DraftWeights,
+}
+
+/// One hyper-connection (mHC): `hc_*_fn`, `hc_*_base`, `hc_*_scale`.
+#[derive(Clone, Debug)]
+pub struct HyperWeights {
+    /// `hc_*_fn`, F32 `[hc (2 + hc), hc D]` around a half layer, `[hc, hc D]` in a head.
+    pub mix: Matrix,
+    /// As many elements as `mix` has rows.
+    pub base: Vector,
+    /// 3 elements around a half layer, 1 in a head.
+    pub scale: Vector,
+}
+
+/// One block: attention and mixture of experts.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct LayerWeights {
+    pub attn_norm: Vector,
+    pub ffn_norm: Vector,
+    pub hc_attn: HyperWeights,
+    pub hc_ffn: HyperWeights,
+    pub attn: AttentionWeights,
+    pub ffn: MoeWeights,
+}
+
+/// `attn.*` of one block.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct AttentionWeights {
+    /// `attn_sink`, one logit a head.
+    pub sink: Vector,
+    pub wq_a: Matrix,
+    pub q_norm: Vector,
+    pub wq_b: Matrix,
+    pub wkv: Matrix,
+    pub kv_norm: Vector,
+    /// `o_groups` matrices `[o_lora_rank, heads head_dim / o_groups]`, one below the other.
+    pub wo_a: Matrix,
+    pub wo_b: Matrix,
+    /// In layers with compressed entries.
+    pub compressor: Option<CompressorWeights>,
+    /// In c4a layers.
+    pub indexer: Option<IndexerWeights>,
+}
+
+/// A compressor; `width` is twice the entry's size in c4a layers, whose groups overlap.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct CompressorWeights {
+    /// `[ratio, width]`.
+    pub ape: Vector,
+    pub wkv: Matrix,
+    pub wgate: Matrix,
+    pub norm: Vector,
+}
+
+/// The indexer of a c4a layer.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct IndexerWeights {
+    pub wq_b: Matrix,
+    pub weights_proj: Matrix,
+    pub compressor: CompressorWeights,
+}
+
+/// `ffn.*` of one block.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct MoeWeights {
+    pub gate: Matrix,
+    pub routing: Routing,
+    /// `n_routed_experts` of them.
+    pub experts: Vec<ExpertWeights>,
+    pub shared: ExpertWeights,
+}
+
+/// How a block chooses its experts.
+#[derive(Clone, Debug)]
+pub enum Routing {
+    /// By score; `gate.bias` is added for the selection only.
+    Bias(Vector),
+    /// By token id (`gate.tid2eid`).
+    Hash(HashTable),
+}
+
+/// One expert: `w1` is the gate, `w3` the up and `w2` the down projection.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct ExpertWeights {
+    pub w1: Matrix,
+    pub w2: Matrix,
+    pub w3: Matrix,
+}
+
+/// `mtp.*`.
+#[derive(Clone, Debug)]
+pub enum DraftWeights {
+    /// The checkpoint has none.
+    None,
+    /// The classic block of the April releases.
+    Mtp(Box<MtpWeights>),
+    /// The block drafter of the 0731 and 0813 releases.
+    Dspark(Box<DsparkWeights>),
+}
+
+/// `mtp.0` of the April releases.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct MtpWeights {
+    pub block: LayerWeights,
+    pub e_proj: Matrix,
+    pub h_proj: Matrix,
+    pub enorm: Vector,
+    pub hnorm: Vector,
+    pub norm: Vector,
+    pub hc_head: HyperWeights,
+}
+
+/// `mtp.0` .. of the DSpark releases. `main_*` belong to the first stage, `norm` and the heads to the last.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
+pub struct DsparkWeights {
+    pub stages: Vec<LayerWeights>,
+    /// `[D, target layers x D]`.
+    pub main_proj: Matrix,
+    pub main_norm: Vector,
+    pub norm: Vector,
+    pub hc_head: HyperWeights,
+    /// `[vocab_size, rank]`.
+    pub markov_w1: Matrix,
+    /// `[vocab_size, rank]`.
+    pub markov_w2: Matrix,
+    /// `confidence_head.proj`, `[1, D + rank]`.
+    pub confidence: Matrix,
+}
+
+impl Weights {
+    /// Widens every vector (a few megabytes) with memory that is reserved fallibly; after it, [`Vector::values`] never
+    /// allocates.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, naming the tensor.
+    pub fn prepare(&self) -> Result<()> {
+        self.vectors().into_iter().try_for_each(Vector::prepare)
+    }
+
+    /// Every vector of the model.
+    fn vectors(&self) -> Vec<&Vector> {
+        let mut all = vec![&self.norm];
+        self.hc_head.collect(&mut all);
+        self.layers.iter().for_each(|layer| layer.collect(&mut all));
+        match &self.draft {
+            DraftWeights::None => {}
+            DraftWeights::Mtp(mtp) => {
+                mtp.block.collect(&mut all);
+                mtp.hc_head.collect(&mut all);
+                all.extend([&mtp.enorm, &mtp.hnorm, &mtp.norm]);
+            }
+            DraftWeights::Dspark(dspark) => {
+                dspark.stages.iter().for_each(|stage| stage.collect(&mut all));
+                dspark.hc_head.collect(&mut all);
+                all.extend([&dspark.main_norm, &dspark.norm]);
+            }
+        }
+        all
+    }
+}
+
+impl HyperWeights {
+    fn collect<'a>(&'a self, all: &mut Vec<&'a Vector>) {
+        all.extend([&self.base, &self.scale]);
+    }
+}
+
+impl LayerWeights {
+    fn collect<'a>(&'a self, all: &mut Vec<&'a Vector>) {
+        all.extend([&self.attn_norm, &self.ffn_norm]);
+        self.hc_attn.collect(all);
+        self.hc_ffn.collect(all);
+        all.extend([&self.attn.sink, &self.attn.q_norm, &self.attn.kv_norm]);
+        let indexer = self.attn.indexer.as_ref().map(|indexer| &indexer.compressor);
+        for compressor in self.attn.compressor.iter().chain(indexer) {
+            all.extend([&compressor.ape, &compressor.norm]);
+        }
+        if let Routing::Bias(bias) = &self.ffn.routing {
+            all.push(bias);
+        }
+    }
+}
