@@ -1,0 +1,203 @@
+//! Logits to the next token.
+//!
+//! The steps, in order: repetition, presence and frequency penalties; logit bias; then either the
+//! largest logit (greedy) or temperature, top-k, top-p, min-p and one draw. The result depends on
+//! the options, the accepted tokens, the logits and the number of draws so far, and on nothing
+//! else: weights are integers, so sums are exact in any order, and `exp` and the random numbers
+//! are this module's own, so a seed gives the same tokens on every platform.
+//!
+//! Invariant: a NaN or infinite logit is an error, never a token. The grammar mask is not applied
+//! here: it arrives as logits of minus infinity.
+
+#![forbid(unsafe_code)]
+
+mod nucleus;
+mod options;
+mod penalties;
+mod rng;
+mod weights;
+
+use crate::TokenId;
+use crate::error::{Error, Result, bail};
+
+pub use options::SamplerOptions;
+use penalties::Penalties;
+use rng::CounterRng;
+use weights::Weights;
+
+/// Chooses tokens of one sequence. Cloning it forks the sequence: both copies go on alike.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    options: SamplerOptions,
+    penalties: Penalties,
+    rng: CounterRng,
+    /// Logits after penalties and bias; reused between calls.
+    adjusted: Vec<f32>,
+    weights: Weights,
+    /// Sort keys of the candidates, scratch of top-k and top-p.
+    keys: Vec<u64>,
+}
+
+impl Sampler {
+    /// A sampler with no accepted tokens.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the option that is out of range.
+    pub fn new(options: SamplerOptions) -> Result<Self> {
+        options.validate()?;
+        Ok(Self {
+            penalties: Penalties::new(&options),
+            rng: CounterRng::new(options.seed),
+            options,
+            adjusted: Vec::new(),
+            weights: Weights::default(),
+            keys: Vec::new(),
+        })
+    }
+
+    /// The options that this sampler was made with.
+    pub fn options(&self) -> &SamplerOptions {
+        &self.options
+    }
+
+    /// Counts a token for the penalties: call it for every token of the sequence, prompt included
+    /// if the prompt shall be penalised. [`Sampler::sample`] does not do it on its own.
+    pub fn accept(&mut self, id: TokenId) {
+        self.penalties.accept(id);
+    }
+
+    /// Forgets the accepted tokens and starts the random numbers anew.
+    pub fn reset(&mut self) {
+        self.penalties = Penalties::new(&self.options);
+        self.rng = CounterRng::new(self.options.seed);
+    }
+
+    /// The next token for `logits` (`[vocab]`, float32).
+    ///
+    /// # Errors
+    /// `Numeric` when a logit is NaN or plus infinity or all are minus infinity;
+    /// `InvalidArgument` when `logits` is empty or a biased or accepted id lies beyond it;
+    /// `OutOfMemory`. No random number is used up by a failed call.
+    pub fn sample(&mut self, logits: &[f32]) -> Result<TokenId> {
+        self.adjust(logits)?;
+        if self.options.greedy {
+            return Ok(argmax(&self.adjusted));
+        }
+        let cut = self.cut()?;
+        let total = self.candidates(cut).map(|(_, weight)| weight).sum();
+        let mut left = self.rng.below(total);
+        for (id, weight) in self.candidates(cut) {
+            if left < weight {
+                return Ok(id);
+            }
+            left -= weight;
+        }
+        unreachable!("the draw is below the sum of the candidates' weights")
+    }
+
+    /// The distribution that [`Sampler::sample`] would draw from: (id, probability) by rising id,
+    /// only ids that can be drawn. Uses up no random number.
+    ///
+    /// # Errors
+    /// As [`Sampler::sample`].
+    pub fn distribution(&mut self, logits: &[f32]) -> Result<Vec<(TokenId, f64)>> {
+        self.adjust(logits)?;
+        if self.options.greedy {
+            return Ok(vec![(argmax(&self.adjusted), 1.0)]);
+        }
+        let cut = self.cut()?;
+        let total: u64 = self.candidates(cut).map(|(_, weight)| weight).sum();
+        let share = |weight: u64| weight as f64 / total as f64;
+        Ok(self.candidates(cut).map(|(id, weight)| (id, share(weight))).collect())
+    }
+
+    /// Fills `adjusted`: checked logits with penalties and bias applied.
+    fn adjust(&mut self, logits: &[f32]) -> Result<()> {
+        check_logits(logits)?;
+        let vocab = logits.len();
+        self.adjusted.clear();
+        reserve(&mut self.adjusted, vocab, "logits")?;
+        self.adjusted.extend_from_slice(logits);
+        self.penalties.apply(&self.options, &mut self.adjusted)?;
+        for &(id, bias) in &self.options.logit_bias {
+            let Some(logit) = self.adjusted.get_mut(id as usize) else {
+                bail!(InvalidArgument, "logit_bias: token id {id} is outside the {vocab} logits");
+            };
+            *logit += bias;
+        }
+        check_logits(&self.adjusted).map_err(|e| e.context("after penalties and bias"))
+    }
+
+    /// Smallest sort key (see `nucleus::key`) that top-k, top-p and min-p leave in.
+    fn cut(&mut self) -> Result<u64> {
+        let options = &self.options;
+        self.weights.fill(&self.adjusted, options.temperature)?;
+        nucleus::cut(
+            &self.adjusted,
+            &self.weights,
+            nucleus::Limits { top_k: options.top_k, top_p: options.top_p, min_p: options.min_p },
+            &mut self.keys,
+        )
+    }
+
+    /// Candidates from `cut` upwards with their weights, by rising id.
+    fn candidates(&self, cut: u64) -> impl Iterator<Item = (TokenId, u64)> + '_ {
+        let ids = 0..self.adjusted.len() as TokenId;
+        let weighted = ids.zip(self.weights.as_slice().iter().copied());
+        weighted.filter(move |&(id, weight)| {
+            weight > 0 && nucleus::key(self.adjusted[id as usize], id) >= cut
+        })
+    }
+}
+
+/// Natural logarithm of the probability that `logits` (`[vocab]`) give to `id`, with no penalty,
+/// bias or temperature; in float64.
+///
+/// # Errors
+/// `Numeric` as [`Sampler::sample`]; `InvalidArgument` when `id` lies outside the logits.
+pub fn logprobs(logits: &[f32], id: TokenId) -> Result<f64> {
+    check_logits(logits)?;
+    let Some(&logit) = logits.get(id as usize) else {
+        bail!(InvalidArgument, "token id {id} is outside the {} logits", logits.len());
+    };
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum();
+    Ok(f64::from(logit) - f64::from(max) - sum.ln())
+}
+
+/// Refuses NaN, plus infinity and a row without any finite logit.
+fn check_logits(logits: &[f32]) -> Result<()> {
+    if logits.is_empty() {
+        bail!(InvalidArgument, "there are no logits to sample from");
+    }
+    // One pass without branches first: NaN and +inf fail the comparison, healthy rows end here.
+    let bad = logits.iter().fold(false, |bad, &logit| bad | !(logit < f32::INFINITY));
+    if bad {
+        let found = logits.iter().zip(0..).find(|&(&logit, _)| logit.is_nan() || logit > f32::MAX);
+        let (logit, id) = found.map_or((f32::NAN, 0), |(&logit, id): (&f32, TokenId)| (logit, id));
+        bail!(Numeric, "logit of token id {id} is {logit}");
+    }
+    if logits.iter().all(|&logit| logit == f32::NEG_INFINITY) {
+        bail!(Numeric, "all {} logits are minus infinity: no token is allowed", logits.len());
+    }
+    Ok(())
+}
+
+/// Id of the largest logit, the lowest one among equals. `logits` is checked and not empty.
+fn argmax(logits: &[f32]) -> TokenId {
+    let mut best = (f32::NEG_INFINITY, 0);
+    for (id, &logit) in (0..).zip(logits) {
+        if logit > best.0 {
+            best = (logit, id);
+        }
+    }
+    best.1
+}
+
+/// Makes room for `len` elements in an empty vector, or says how many bytes were refused.
+fn reserve<T>(vec: &mut Vec<T>, len: usize, what: &str) -> Result<()> {
+    vec.try_reserve_exact(len).map_err(|_| {
+        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+        Error::out_of_memory(format_args!("the sampler's {what}"), bytes)
+    })
+}

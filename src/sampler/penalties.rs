@@ -1,0 +1,74 @@
+//! Repetition, presence and frequency penalties over a window of accepted tokens.
+
+use std::collections::{HashMap, VecDeque};
+
+use super::SamplerOptions;
+use crate::TokenId;
+use crate::error::{Result, bail};
+
+/// Counts of the accepted tokens that the penalties look at. Invariant: with a window, `recent`
+/// holds its tokens and `counts` counts exactly those; without one, `recent` stays empty.
+#[derive(Clone, Debug)]
+pub(super) struct Penalties {
+    active: bool,
+    window: usize,
+    recent: VecDeque<TokenId>,
+    counts: HashMap<TokenId, u32>,
+}
+
+impl Penalties {
+    pub(super) fn new(options: &SamplerOptions) -> Self {
+        let active = options.repetition_penalty != 1.0
+            || options.presence_penalty != 0.0
+            || options.frequency_penalty != 0.0;
+        Self {
+            active,
+            window: options.penalty_window,
+            recent: VecDeque::new(),
+            counts: HashMap::new(),
+        }
+    }
+
+    pub(super) fn accept(&mut self, id: TokenId) {
+        if !self.active {
+            return;
+        }
+        *self.counts.entry(id).or_insert(0) += 1;
+        if self.window == 0 {
+            return;
+        }
+        self.recent.push_back(id);
+        if self.recent.len() > self.window
+            && let Some(old) = self.recent.pop_front()
+        {
+            self.forget(old);
+        }
+    }
+
+    fn forget(&mut self, id: TokenId) {
+        if let Some(count) = self.counts.get_mut(&id) {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&id);
+            }
+        }
+    }
+
+    /// Changes the logits of counted tokens; each is touched once, so the order does not matter.
+    pub(super) fn apply(&self, options: &SamplerOptions, logits: &mut [f32]) -> Result<()> {
+        let vocab = logits.len();
+        for (&id, &count) in &self.counts {
+            let Some(logit) = logits.get_mut(id as usize) else {
+                bail!(InvalidArgument, "accepted token id {id} is outside the {vocab} logits");
+            };
+            // Minus infinity marks a banned token; no penalty, however negative, brings it back.
+            if *logit == f32::NEG_INFINITY {
+                continue;
+            }
+            let repetition = options.repetition_penalty;
+            *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
+            *logit -= options.presence_penalty + options.frequency_penalty * count as f32;
+        }
+        Ok(())
+    }
+}
