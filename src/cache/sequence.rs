@@ -152,6 +152,13 @@ impl SequenceCache {
         self.len += staged.count;
     }
 
+    /// Takes over one layer of a step that ran only that layer; for [`crate::engine::research`].
+    pub(crate) fn commit_partial(&mut self, mut staged: Staged, layer: usize) {
+        let step = std::mem::take(&mut staged.layers[layer]);
+        self.commit_layer(layer, staged.start, staged.count, step);
+        self.len += staged.count;
+    }
+
     fn commit_layer(&mut self, index: usize, start: usize, count: usize, step: StagedLayer) {
         let (row, key, window) = (self.layout.row_bytes(), self.layout.key_bytes(), self.layout.window);
         let ratio = self.layout.layers[index].kind.ratio();
