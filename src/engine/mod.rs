@@ -48,6 +48,8 @@ impl Engine {
             numerics = %options.numerics, cache = %kv_format, threads = cpu.pool.threads(), simd = %cpu.simd,
             "engine ready on the CPU"
         );
+        // the small vectors are widened now, so that a step meets no page of them for the first time
+        model.weights().prepare()?;
         let tables = Tables::new(model.config());
         Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables }))
     }

@@ -35,7 +35,7 @@ pub struct Model {
     config: Config,
     weights: Weights,
     checkpoint: Checkpoint,
-    tokenizer: OnceCell<Tokenizer>,
+    tokenizer: OnceCell<Arc<Tokenizer>>,
 }
 
 impl Model {
@@ -83,7 +83,7 @@ impl Model {
     ///
     /// # Errors
     /// `NotFound` if the folder has none, `Tokenizer` if it cannot be read or has more ids than the model.
-    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+    pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
         self.tokenizer.get_or_try_init(|| {
             let file = self.path.join("tokenizer.json");
             let tokenizer = Tokenizer::from_file(&file)?;
@@ -98,7 +98,7 @@ impl Model {
                     ),
                 ));
             }
-            Ok(tokenizer)
+            Ok(Arc::new(tokenizer))
         })
     }
 }

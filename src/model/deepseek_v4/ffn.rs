@@ -169,7 +169,11 @@ impl Trunk<'_> {
             let ids: &mut [u32] = &mut ids[row * top_k..(row + 1) * top_k];
             match &w.routing {
                 Routing::Bias(bias) => choose(affinities, bias.values(), ids),
-                Routing::Hash(table) => table.row(token, ids)?,
+                Routing::Hash(table) => {
+                    for (id, expert) in ids.iter_mut().zip(table.row(token)?) {
+                        *id = expert as u32;
+                    }
+                }
             }
             let weights = &mut weights[row * top_k..(row + 1) * top_k];
             route_weights(affinities, ids, self.config.routed_scaling_factor, weights);
