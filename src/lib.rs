@@ -2,6 +2,7 @@
 
 pub mod error;
 pub mod sampler;
+pub mod session;
 pub mod tensor;
 pub mod tokenizer;
 
