@@ -58,6 +58,8 @@ fn grid_row() -> impl Strategy<Value = Vec<f32>> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
     #[test]
     fn the_distribution_equals_the_sorted_float64_model(
         row in grid_row(),

@@ -15,14 +15,17 @@ mod nucleus;
 mod options;
 mod penalties;
 mod rng;
+mod scan;
 mod weights;
 
 use crate::TokenId;
 use crate::error::{Error, Result, bail};
 
+use nucleus::Cut;
 pub use options::SamplerOptions;
 use penalties::Penalties;
 use rng::CounterRng;
+use scan::checked_max;
 use weights::Weights;
 
 /// Chooses tokens of one sequence. Cloning it forks the sequence: both copies go on alike.
@@ -79,11 +82,11 @@ impl Sampler {
     /// `InvalidArgument` when `logits` is empty or a biased or accepted id lies beyond it;
     /// `OutOfMemory`. No random number is used up by a failed call.
     pub fn sample(&mut self, logits: &[f32]) -> Result<TokenId> {
-        self.adjust(logits)?;
+        let max = self.adjust(logits)?;
         if self.options.greedy {
-            return Ok(argmax(&self.adjusted));
+            return Ok(first_equal(&self.adjusted, max));
         }
-        let cut = self.cut()?;
+        let cut = self.cut(max)?;
         let total = self.candidates(cut).map(|(_, weight)| weight).sum();
         let mut left = self.rng.below(total);
         for (id, weight) in self.candidates(cut) {
@@ -101,23 +104,26 @@ impl Sampler {
     /// # Errors
     /// As [`Sampler::sample`].
     pub fn distribution(&mut self, logits: &[f32]) -> Result<Vec<(TokenId, f64)>> {
-        self.adjust(logits)?;
+        let max = self.adjust(logits)?;
         if self.options.greedy {
-            return Ok(vec![(argmax(&self.adjusted), 1.0)]);
+            return Ok(vec![(first_equal(&self.adjusted, max), 1.0)]);
         }
-        let cut = self.cut()?;
+        let cut = self.cut(max)?;
         let total: u64 = self.candidates(cut).map(|(_, weight)| weight).sum();
         let share = |weight: u64| weight as f64 / total as f64;
         Ok(self.candidates(cut).map(|(id, weight)| (id, share(weight))).collect())
     }
 
-    /// Fills `adjusted`: checked logits with penalties and bias applied.
-    fn adjust(&mut self, logits: &[f32]) -> Result<()> {
-        check_logits(logits)?;
+    /// Fills `adjusted`, checked logits with penalties and bias applied, and returns its largest.
+    fn adjust(&mut self, logits: &[f32]) -> Result<f32> {
+        let max = checked_max(logits)?;
         let vocab = logits.len();
         self.adjusted.clear();
         reserve(&mut self.adjusted, vocab, "logits")?;
         self.adjusted.extend_from_slice(logits);
+        if self.penalties.is_empty() && self.options.logit_bias.is_empty() {
+            return Ok(max);
+        }
         self.penalties.apply(&self.options, &mut self.adjusted)?;
         for &(id, bias) in &self.options.logit_bias {
             let Some(logit) = self.adjusted.get_mut(id as usize) else {
@@ -125,27 +131,23 @@ impl Sampler {
             };
             *logit += bias;
         }
-        check_logits(&self.adjusted).map_err(|e| e.context("after penalties and bias"))
+        checked_max(&self.adjusted).map_err(|e| e.context("after penalties and bias"))
     }
 
-    /// Smallest sort key (see `nucleus::key`) that top-k, top-p and min-p leave in.
-    fn cut(&mut self) -> Result<u64> {
+    /// Where top-k, top-p and min-p stop keeping tokens. `max` is the largest adjusted logit.
+    fn cut(&mut self, max: f32) -> Result<Cut> {
         let options = &self.options;
-        self.weights.fill(&self.adjusted, options.temperature)?;
-        nucleus::cut(
-            &self.adjusted,
-            &self.weights,
-            nucleus::Limits { top_k: options.top_k, top_p: options.top_p, min_p: options.min_p },
-            &mut self.keys,
-        )
+        self.weights.fill(&self.adjusted, max, options.temperature)?;
+        let limits =
+            nucleus::Limits { top_k: options.top_k, top_p: options.top_p, min_p: options.min_p };
+        nucleus::cut(&self.adjusted, &self.weights, &limits, &mut self.keys)
     }
 
-    /// Candidates from `cut` upwards with their weights, by rising id.
-    fn candidates(&self, cut: u64) -> impl Iterator<Item = (TokenId, u64)> + '_ {
-        let ids = 0..self.adjusted.len() as TokenId;
-        let weighted = ids.zip(self.weights.as_slice().iter().copied());
+    /// Tokens that `cut` keeps, with their weights, by rising id.
+    fn candidates(&self, cut: Cut) -> impl Iterator<Item = (TokenId, u64)> + '_ {
+        let weighted = (0..).zip(self.weights.as_slice().iter().copied());
         weighted.filter(move |&(id, weight)| {
-            weight > 0 && nucleus::key(self.adjusted[id as usize], id) >= cut
+            cut.keeps(weight, || nucleus::key(self.adjusted[id as usize], id))
         })
     }
 }
@@ -156,42 +158,18 @@ impl Sampler {
 /// # Errors
 /// `Numeric` as [`Sampler::sample`]; `InvalidArgument` when `id` lies outside the logits.
 pub fn logprobs(logits: &[f32], id: TokenId) -> Result<f64> {
-    check_logits(logits)?;
+    let max = f64::from(checked_max(logits)?);
     let Some(&logit) = logits.get(id as usize) else {
         bail!(InvalidArgument, "token id {id} is outside the {} logits", logits.len());
     };
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum();
-    Ok(f64::from(logit) - f64::from(max) - sum.ln())
+    let sum: f64 = logits.iter().map(|&l| (f64::from(l) - max).exp()).sum();
+    Ok(f64::from(logit) - max - sum.ln())
 }
 
-/// Refuses NaN, plus infinity and a row without any finite logit.
-fn check_logits(logits: &[f32]) -> Result<()> {
-    if logits.is_empty() {
-        bail!(InvalidArgument, "there are no logits to sample from");
-    }
-    // One pass without branches first: NaN and +inf fail the comparison, healthy rows end here.
-    let bad = logits.iter().fold(false, |bad, &logit| bad | !(logit < f32::INFINITY));
-    if bad {
-        let found = logits.iter().zip(0..).find(|&(&logit, _)| logit.is_nan() || logit > f32::MAX);
-        let (logit, id) = found.map_or((f32::NAN, 0), |(&logit, id): (&f32, TokenId)| (logit, id));
-        bail!(Numeric, "logit of token id {id} is {logit}");
-    }
-    if logits.iter().all(|&logit| logit == f32::NEG_INFINITY) {
-        bail!(Numeric, "all {} logits are minus infinity: no token is allowed", logits.len());
-    }
-    Ok(())
-}
-
-/// Id of the largest logit, the lowest one among equals. `logits` is checked and not empty.
-fn argmax(logits: &[f32]) -> TokenId {
-    let mut best = (f32::NEG_INFINITY, 0);
-    for (id, &logit) in (0..).zip(logits) {
-        if logit > best.0 {
-            best = (logit, id);
-        }
-    }
-    best.1
+/// Lowest id whose logit is `max`, which is one of them.
+fn first_equal(logits: &[f32], max: f32) -> TokenId {
+    let found = logits.iter().zip(0..).find(|&(&logit, _)| logit == max);
+    found.map_or(0, |(_, id)| id)
 }
 
 /// Makes room for `len` elements in an empty vector, or says how many bytes were refused.

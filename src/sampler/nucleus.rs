@@ -6,8 +6,8 @@
 
 use std::cmp::Reverse;
 
-use super::reserve;
 use super::weights::Weights;
+use super::{reserve, scan};
 use crate::TokenId;
 use crate::error::Result;
 
@@ -30,56 +30,99 @@ fn id_of(key: u64) -> TokenId {
     !(key as u32)
 }
 
-/// Smallest key that stays. `keys` is scratch.
+/// Lower end of the tokens that stay, in the order of [`key`].
+#[derive(Clone, Copy)]
+pub(super) struct Cut {
+    key: u64,
+    /// At most the weight of the token at `key`, at least 1: most tokens are decided by it alone.
+    weight: u64,
+}
+
+impl Cut {
+    /// True for the tokens that stay; `key` is asked for only where the weight does not decide.
+    pub(super) fn keeps(self, weight: u64, key: impl FnOnce() -> u64) -> bool {
+        weight >= self.weight && (self.key == 0 || key() >= self.key)
+    }
+}
+
+/// Finds the cut of the three limits together. `keys` is scratch.
 pub(super) fn cut(
     logits: &[f32],
     weights: &Weights,
-    limits: Limits,
+    limits: &Limits,
     keys: &mut Vec<u64>,
-) -> Result<u64> {
-    let weight_of = |key: u64| weights.as_slice()[id_of(key) as usize];
-    // Tokens without weight are never drawn and change no sum: leave them out at once.
+) -> Result<Cut> {
+    let weights_of = weights.as_slice();
+    // min-p needs no order: it is a weight. Tokens of weight 0 are never drawn.
     let min_weight = (f64::from(limits.min_p) * weights.one() as f64).ceil().max(1.0) as u64;
-    let keep_all = limits.top_k == 0 && limits.top_p == 1.0;
-    if keep_all && limits.min_p == 0.0 {
-        return Ok(0);
+    let mut cut = Cut { key: 0, weight: min_weight };
+    let top_k = limits.top_k as usize;
+    let limits_k = top_k > 0 && top_k < logits.len();
+    if !limits_k && limits.top_p == 1.0 {
+        return Ok(cut);
     }
+
+    // Leave out early, and cheaply, what top-k or top-p will cut anyhow.
+    let (floor_logit, floor_weight) = match limits_k {
+        true => (top_k_floor(logits, top_k, keys)?, 1),
+        false => (f32::NEG_INFINITY, top_p_floor(weights_of, limits.top_p)),
+    };
     keys.clear();
     reserve(keys, logits.len(), "candidates")?;
-    let weighted = (0..).zip(logits).zip(weights.as_slice());
-    if keep_all {
-        keys.extend(weighted.filter(|&(_, &w)| w >= min_weight).map(|((id, &l), _)| key(l, id)));
-        return Ok(keys.iter().copied().min().unwrap_or(0));
-    }
-    keys.extend(weighted.filter(|&(_, &w)| w > 0).map(|((id, &l), _)| key(l, id)));
+    let rows = (0..).zip(logits).zip(weights_of);
+    let likely = rows.filter(|&((_, &l), &w)| (w >= floor_weight) & (l >= floor_logit));
+    keys.extend(likely.map(|((id, &logit), _)| key(logit, id)));
 
-    let mut cut = 0;
-    let top_k = limits.top_k as usize;
-    if (1..keys.len()).contains(&top_k) {
-        cut = *keys.select_nth_unstable_by_key(top_k - 1, |&key| Reverse(key)).1;
-        keys.truncate(top_k);
+    if limits_k {
+        let kept = top_k.min(keys.len());
+        cut.key = *keys.select_nth_unstable_by_key(kept - 1, |&key| Reverse(key)).1;
+        keys.truncate(kept);
     }
     if limits.top_p < 1.0 {
-        cut = cut.max(top_p_cut(keys, limits.top_p, weight_of));
+        let sum = |keys: &[u64]| keys.iter().map(|&key| weights_of[id_of(key) as usize]).sum();
+        let total = if limits_k { sum(keys) } else { weights_of.iter().sum() };
+        cut.key = cut.key.max(top_p_cut(keys, top_p_target(limits.top_p, total), sum));
     }
-    if limits.min_p > 0.0 {
-        let kept = keys.iter().copied().filter(|&key| weight_of(key) >= min_weight);
-        cut = cut.max(kept.min().unwrap_or(0));
+    if cut.key > 0 {
+        cut.weight = cut.weight.max(weights_of[id_of(cut.key) as usize]);
     }
     Ok(cut)
 }
 
-/// Key of the token at which the summed weight, likeliest first, reaches `top_p` of the whole.
-fn top_p_cut(keys: &mut Vec<u64>, top_p: f32, weight_of: impl Fn(u64) -> u64) -> u64 {
-    let sum = |keys: &[u64]| keys.iter().map(|&key| weight_of(key)).sum::<u64>();
-    let total = sum(keys);
-    let target = ((f64::from(top_p) * total as f64).ceil() as u64).clamp(1, total);
-    // Tokens below a mean share of what may be dropped weigh less than that together, so the cut
-    // lies above all of them. This leaves a few hundred of a real model's 129,280.
-    let floor = (1.0 - f64::from(top_p)) * total as f64 / keys.len() as f64 * (1.0 - 1e-9);
-    keys.retain(|&key| weight_of(key) as f64 >= floor);
+/// A logit that at least `top_k` logits reach: the k-th largest of block maxima, or minus infinity
+/// when there are too few blocks.
+fn top_k_floor(logits: &[f32], top_k: usize, keys: &mut Vec<u64>) -> Result<f32> {
+    const BLOCK: usize = 64;
+    let blocks = logits.len().div_ceil(BLOCK);
+    if blocks <= top_k {
+        return Ok(f32::NEG_INFINITY);
+    }
+    keys.clear();
+    reserve(keys, blocks, "candidates")?;
+    let numbered = (0..).zip(logits.chunks(BLOCK));
+    keys.extend(numbered.map(|(block, chunk)| key(scan::max(chunk), block)));
+    let kth = *keys.select_nth_unstable_by_key(top_k - 1, |&key| Reverse(key)).1;
+    let block = id_of(kth) as usize * BLOCK;
+    Ok(scan::max(&logits[block..logits.len().min(block + BLOCK)]))
+}
 
-    // Weighted selection: halve the range that holds the cut.
+/// A weight that every token of the top-p set reaches: tokens below a mean share of what may be
+/// dropped weigh less than that together. Leaves a few hundred of a real model's 129,280.
+fn top_p_floor(weights: &[u64], top_p: f32) -> u64 {
+    let total: u64 = weights.iter().sum();
+    let dropped = (1.0 - f64::from(top_p)) * total as f64;
+    // The margin covers the rounding of the three float operations above.
+    let floor = dropped / weights.len() as f64 * (1.0 - 1e-9);
+    (floor as u64).max(1)
+}
+
+fn top_p_target(top_p: f32, total: u64) -> u64 {
+    ((f64::from(top_p) * total as f64).ceil() as u64).clamp(1, total)
+}
+
+/// Key at which the summed weight, likeliest first, reaches `target`. Weighted selection: halves
+/// the range that holds it. `keys` is not empty.
+fn top_p_cut(keys: &mut [u64], target: u64, sum: impl Fn(&[u64]) -> u64) -> u64 {
     let (mut low, mut high, mut above) = (0, keys.len(), 0);
     while high - low > 1 {
         let half = (high - low) / 2;

@@ -45,6 +45,11 @@ impl Penalties {
         }
     }
 
+    /// True when no token would be penalised.
+    pub(super) fn is_empty(&self) -> bool {
+        self.counts.is_empty()
+    }
+
     fn forget(&mut self, id: TokenId) {
         if let Some(count) = self.counts.get_mut(&id) {
             *count -= 1;

@@ -3,6 +3,9 @@
 use super::reserve;
 use crate::error::Result;
 
+/// Tokens per inner loop of [`Weights::fill`].
+const BLOCK: usize = 64;
+
 /// `exp((logit - max) / temperature)` of each token, scaled so that the sum of all fits 63 bits.
 /// For V4's 129,280 tokens the likeliest weighs 2^45: a token 3e-14 times as likely weighs 0.
 #[derive(Clone, Debug, Default)]
@@ -13,17 +16,23 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// `logits` are checked: none NaN or plus infinity, one at least finite.
-    pub(super) fn fill(&mut self, logits: &[f32], temperature: f32) -> Result<()> {
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    /// `max` is the largest of `logits`, finite.
+    pub(super) fn fill(&mut self, logits: &[f32], max: f32, temperature: f32) -> Result<()> {
         let vocab_bits = u64::BITS - (logits.len() as u64).leading_zeros();
-        self.one = 1 << (62 - vocab_bits);
-        let scale = self.one as f32;
+        let one_bits = 62 - vocab_bits;
+        self.one = 1 << one_bits;
         self.values.clear();
         reserve(&mut self.values, logits.len(), "weights")?;
-        // Division, not multiplication by 1 / temperature, which overflows for tiny temperatures.
-        let weight = |&logit: &f32| (exp_of_negative((logit - max) / temperature) * scale) as u64;
-        self.values.extend(logits.iter().map(weight));
+        // In two short loops per block, so that the first one vectorises.
+        let mut relative = [0.0; BLOCK];
+        for block in logits.chunks(BLOCK) {
+            for (relative, &logit) in relative.iter_mut().zip(block) {
+                // Division: 1 / temperature would overflow for tiny temperatures.
+                *relative = exp_of_negative((logit - max) / temperature);
+            }
+            let block = relative[..block.len()].iter();
+            self.values.extend(block.map(|&relative| scaled(relative, one_bits)));
+        }
         Ok(())
     }
 
@@ -36,6 +45,16 @@ impl Weights {
     pub(super) fn one(&self) -> u64 {
         self.one
     }
+}
+
+/// `value * 2^bits` truncated to an integer, for a value from 0 to 1 that is not subnormal.
+/// (A cast would do the same, one slow saturating conversion per token.)
+fn scaled(value: f32, bits: u32) -> u64 {
+    let raw = value.to_bits();
+    let mantissa = u64::from(raw & 0x7f_ffff | 0x80_0000);
+    // The value is mantissa * 2^(exponent - 23); 0 has the exponent -127 and is shifted out.
+    let right = 127 - (raw >> 23) + 63 - bits;
+    if right > 63 { 0 } else { (mantissa << 40) >> right }
 }
 
 /// `exp(x)` for x <= 0 with relative error below 3e-7; 0 below -80. Only additions,
@@ -80,10 +99,23 @@ mod tests {
     }
 
     #[test]
+    fn scaling_equals_the_cast() {
+        for bits in [1, 20, 45, 61] {
+            for step in 0..2000 {
+                let value = exp_of_negative(-(step as f32) * 0.041);
+                let cast = (f64::from(value) * 2f64.powi(bits)) as u64;
+                assert_eq!(scaled(value, bits as u32), cast, "{value} * 2^{bits}");
+            }
+            assert_eq!(scaled(0.0, bits as u32), 0);
+            assert_eq!(scaled(1.0, bits as u32), 1 << bits);
+        }
+    }
+
+    #[test]
     fn the_sum_of_the_largest_vocabulary_does_not_overflow() {
         for vocab in [1, 2, 3, 1 << 17, 129_280, (1 << 17) + 1] {
             let mut weights = Weights::default();
-            weights.fill(&vec![0.25; vocab], 1.0).unwrap();
+            weights.fill(&vec![0.25; vocab], 0.25, 1.0).unwrap();
             let sum: u128 = weights.as_slice().iter().map(|&w| u128::from(w)).sum();
             assert!(sum < 1 << 63, "{vocab} tokens");
             assert_eq!(weights.as_slice()[0], weights.one());
