@@ -19,7 +19,7 @@
 //! let mut session = Session::new(&engine, SessionOptions::default())?;
 //! let mut sampler = Sampler::new(SamplerOptions::default())?;
 //! session.feed(&model.tokenizer()?.encode("Once upon a time", Markup::Text)?)?;
-//! for piece in session.generate(&mut sampler, GenerateOptions { max_tokens: 100, ..Default::default() })? {
+//! for piece in session.generate(&mut sampler, GenerateOptions { max_tokens: Some(100), ..Default::default() })? {
 //!     print!("{}", piece?.text);
 //! }
 //! # Ok::<(), dsv4::Error>(())

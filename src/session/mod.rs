@@ -13,11 +13,11 @@ use crate::cache::{CacheBytes, SequenceCache};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
-use crate::tokenizer::TokenId;
+use crate::TokenId;
 
 pub use cancel::CancelToken;
 pub use generate::{Finish, GenerateOptions, Generation, Piece};
-pub use stop::*;
+pub use stop::{Step, StopConditions, StopMatcher, StopReason};
 
 /// Options of a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
