@@ -1,8 +1,10 @@
 //! Sampling a continuation, token by token.
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
+
 use crate::TokenId;
-use crate::error::{ErrorKind, Result, bail};
+use crate::error::{Result, bail};
 use crate::sampler::Sampler;
 
 use super::Session;
@@ -76,7 +78,7 @@ impl Session {
             strings: options.stop_strings,
             max_tokens: options.max_tokens,
         };
-        let matcher = StopMatcher::new(conditions, model.tokenizer()?, model.config().eos_token_id)?;
+        let matcher = StopMatcher::new(conditions, model.config().eos_token_id, Arc::clone(model.tokenizer()?))?;
         Ok(Generation { session: self, sampler, matcher, pending: None, finish: None, failed: false })
     }
 }
@@ -98,16 +100,9 @@ impl Generation<'_> {
         self.matcher.finish()
     }
 
-    fn advance(&mut self) -> Result<Option<Piece>> {
+    fn advance(&mut self) -> Result<Piece> {
         if let Some(token) = self.pending {
-            match self.session.feed(&[token]) {
-                Err(e) if e.kind() == ErrorKind::ContextFull => {
-                    self.finish = Some(Finish::ContextFull);
-                    let text = self.matcher.finish();
-                    return Ok((!text.is_empty()).then_some(Piece { token, text }));
-                }
-                result => result?,
-            }
+            self.session.feed(&[token])?;
             self.pending = None;
         }
         let Some(logits) = self.session.logits() else {
@@ -115,7 +110,7 @@ impl Generation<'_> {
         };
         let token = self.sampler.sample(logits)?;
         self.sampler.accept(token);
-        let step = self.matcher.push(token)?;
+        let mut step = self.matcher.push(token)?;
         self.pending = Some(token);
         self.finish = step.stop.map(|reason| match reason {
             StopReason::Eos => Finish::Eos,
@@ -123,7 +118,11 @@ impl Generation<'_> {
             StopReason::String(i) => Finish::String(i),
             StopReason::MaxTokens => Finish::MaxTokens,
         });
-        Ok(Some(Piece { token, text: step.text }))
+        if self.finish.is_none() && self.session.remaining() == 0 {
+            self.finish = Some(Finish::ContextFull);
+            step.text.push_str(&self.matcher.finish());
+        }
+        Ok(Piece { token, text: step.text })
     }
 }
 
@@ -136,6 +135,6 @@ impl Iterator for Generation<'_> {
         }
         let result = self.advance();
         self.failed = result.is_err();
-        result.transpose()
+        Some(result)
     }
 }
