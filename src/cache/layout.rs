@@ -10,8 +10,6 @@ use crate::tensor::format::{
     E2M1, E4M3, amax, bf16_bits, bf16_value, e2m1_code, e2m1_scale, e4m3_code, e4m3_scale, e8m0_value,
 };
 
-/// Values per E4M3 scale in a KV row.
-const KV_BLOCK: usize = 64;
 /// Values per E2M1 scale in an index key.
 const INDEX_BLOCK: usize = 32;
 
@@ -83,6 +81,9 @@ pub struct CacheLayout {
 }
 
 impl CacheLayout {
+    /// Values per E4M3 scale in a KV row.
+    pub const KV_BLOCK: usize = 64;
+
     /// Layout of a model's cache.
     pub fn new(config: &Config, format: KvFormat) -> Self {
         let layer = |&kind: &LayerKind| {
@@ -113,7 +114,7 @@ impl CacheLayout {
     pub fn row_bytes(&self) -> usize {
         let nope = self.head_dim - self.rope_dim;
         match self.format {
-            KvFormat::Fp8 => (nope + 2 * self.rope_dim + nope / KV_BLOCK).next_multiple_of(8),
+            KvFormat::Fp8 => (nope + 2 * self.rope_dim + nope / Self::KV_BLOCK).next_multiple_of(8),
             KvFormat::Bf16 => 2 * self.head_dim,
             KvFormat::F32 => 4 * self.head_dim,
         }
@@ -137,12 +138,12 @@ impl CacheLayout {
         let (codes, rest) = out.split_at_mut(nope);
         let (rope, scales) = rest.split_at_mut(2 * self.rope_dim);
         scales.fill(0);
-        for (b, block) in row[..nope].chunks(KV_BLOCK).enumerate() {
+        for (b, block) in row[..nope].chunks(Self::KV_BLOCK).enumerate() {
             let max = amax(block);
             let scale = e4m3_scale(max);
             scales[b] = if max.is_nan() { 255 } else { e8m0_code(scale) };
             let inverse = 1.0 / scale;
-            for (code, &v) in codes[b * KV_BLOCK..].iter_mut().zip(block) {
+            for (code, &v) in codes[b * Self::KV_BLOCK..].iter_mut().zip(block) {
                 *code = e4m3_code((v * inverse).clamp(-448.0, 448.0));
             }
         }
@@ -157,9 +158,9 @@ impl CacheLayout {
         let nope = self.head_dim - self.rope_dim;
         let (codes, rest) = bytes.split_at(nope);
         let (rope, scales) = rest.split_at(2 * self.rope_dim);
-        for (b, block) in out[..nope].chunks_mut(KV_BLOCK).enumerate() {
+        for (b, block) in out[..nope].chunks_mut(Self::KV_BLOCK).enumerate() {
             let scale = e8m0_value(scales[b]);
-            for (v, &code) in block.iter_mut().zip(&codes[b * KV_BLOCK..]) {
+            for (v, &code) in block.iter_mut().zip(&codes[b * Self::KV_BLOCK..]) {
                 *v = E4M3[usize::from(code)] * scale;
             }
         }

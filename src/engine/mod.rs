@@ -45,7 +45,7 @@ impl Engine {
         }
         let cpu = Cpu::new(options.threads)?;
         tracing::info!(
-            numerics = %options.numerics, cache = %kv_format, threads = cpu.pool.threads(), simd = %cpu.simd,
+            numerics = %options.numerics, cache = %kv_format, threads = cpu.pool.threads(), simd = cpu.simd.level().name(),
             "engine ready on the CPU"
         );
         // the small vectors are widened now, so that a step meets no page of them for the first time
@@ -76,7 +76,7 @@ impl Engine {
 
     /// Name of the CPU instruction set in use.
     pub fn simd(&self) -> &'static str {
-        self.cpu.simd.name()
+        self.cpu.simd.level().name()
     }
 
     /// An empty cache for one sequence.

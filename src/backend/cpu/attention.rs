@@ -6,13 +6,13 @@
 #![forbid(unsafe_code)]
 
 use crate::alloc;
-use crate::cache::LayerView;
+use crate::cache::{CacheLayout, KvFormat, LayerView};
 use crate::error::Result;
-use crate::tensor::format::round_bf16;
+use crate::tensor::format::{e8m0_value, round_bf16};
 
 use super::Cpu;
 use super::indexer::Selection;
-use super::simd;
+use super::simd::{self, Simd};
 
 /// Slots per tile; the official kernel's, which decides where attention weights are rescaled.
 const TILE: usize = 64;
@@ -124,7 +124,7 @@ fn attend_one(
                 None if slot < in_window => view.window_row(first + slot),
                 None => continue,
             };
-            simd::decode_row(cpu.simd, view.layout(), bytes, &mut keys[len * a.dim..(len + 1) * a.dim]);
+            decode_row(cpu.simd, view.layout(), bytes, &mut keys[len * a.dim..(len + 1) * a.dim]);
             len += 1;
         }
         if len == 0 {
@@ -158,4 +158,44 @@ fn attend_one(
         }
     }
     Ok(())
+}
+
+/// [`CacheLayout::decode_row`] with vector instructions.
+fn decode_row(simd: Simd, layout: &CacheLayout, bytes: &[u8], out: &mut [f32]) {
+    if layout.format == KvFormat::F32 {
+        return layout.decode_row(bytes, out);
+    }
+    if layout.format == KvFormat::Bf16 {
+        return simd::bf16_to_f32(simd, bytes, out);
+    }
+    let nope = layout.head_dim - layout.rope_dim;
+    let (codes, rest) = bytes.split_at(nope);
+    let (rope, scales) = rest.split_at(2 * layout.rope_dim);
+    let blocks = codes.chunks(CacheLayout::KV_BLOCK).zip(out.chunks_mut(CacheLayout::KV_BLOCK));
+    for ((codes, out), &scale) in blocks.zip(scales) {
+        simd::e4m3_to_f32(simd, codes, e8m0_value(scale), out);
+    }
+    simd::bf16_to_f32(simd, rope, &mut out[nope..]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vector_decoding_of_rows_equals_the_layouts_own() {
+        for format in [KvFormat::Fp8, KvFormat::Bf16, KvFormat::F32] {
+            let layout =
+                CacheLayout { format, head_dim: 512, rope_dim: 64, index_dim: 128, window: 128, layers: Vec::new() };
+            let row: Vec<f32> = (0..512).map(|i| (i as f32 * 0.91).sin() * (i as f32)).collect();
+            let mut bytes = vec![0; layout.row_bytes()];
+            layout.encode_row(&row, &mut bytes);
+            let (mut want, mut got) = (vec![0.0; 512], vec![f32::NAN; 512]);
+            layout.decode_row(&bytes, &mut want);
+            for simd in Simd::available() {
+                decode_row(simd, &layout, &bytes, &mut got);
+                assert_eq!(got, want, "{format} {simd:?}");
+            }
+        }
+    }
 }

@@ -16,6 +16,8 @@ pub mod simd;
 
 pub use pool::Pool;
 
+use std::sync::{Mutex, PoisonError};
+
 use crate::error::Result;
 
 use linear::Job;
@@ -27,16 +29,22 @@ pub struct Cpu {
     pub pool: Pool,
     /// The instruction set in use.
     pub simd: Simd,
+    /// Scratch of products; one for each call in flight, reused.
+    scratch: Mutex<Vec<linear::Scratch>>,
 }
 
 impl Cpu {
     /// A backend with `threads` threads (0: one per core) and the best instruction set of this machine.
     pub fn new(threads: usize) -> Result<Self> {
-        Ok(Self { pool: Pool::new(threads)?, simd: Simd::detect() })
+        Ok(Self { pool: Pool::new(threads)?, simd: Simd::detect(), scratch: Mutex::new(Vec::new()) })
     }
 
     /// Several products in one parallel region.
     pub fn linear(&self, jobs: &mut [Job<'_>]) -> Result<()> {
-        linear::run(&self.pool, self.simd, jobs)
+        let idle = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = idle().pop().unwrap_or_default();
+        let result = linear::run(&self.pool, self.simd, &mut scratch, jobs);
+        idle().push(scratch);
+        result
     }
 }

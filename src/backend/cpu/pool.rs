@@ -1,6 +1,8 @@
 //! The engine's own threads. The host program's rayon pool is never touched.
 #![forbid(unsafe_code)]
 
+use std::sync::{Mutex, PoisonError};
+
 use rayon::prelude::*;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -43,6 +45,31 @@ impl Pool {
             }
             _ => data.chunks_mut(size).enumerate().try_for_each(|(i, c)| f(i, c)),
         }
+    }
+
+    /// Runs every unit with one of the workers' states; a thread takes the next unit when it is done with one, in order.
+    pub fn share<U: Send, W: Send>(&self, states: &mut [W], units: &mut [U], run: impl Fn(&mut U, &mut W) + Sync) {
+        let count = states.len().min(units.len());
+        let Some((first, others)) = states[..count].split_first_mut() else { return };
+        let workers = match &self.workers {
+            Some(workers) if !others.is_empty() => workers,
+            _ => return units.iter_mut().for_each(|unit| run(unit, first)),
+        };
+        let queue = Mutex::new(units.iter_mut());
+        let work = |state: &mut W| {
+            loop {
+                let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some(unit) = next else { return };
+                run(unit, state);
+            }
+        };
+        let work = &work;
+        workers.scope(|scope| {
+            for state in others {
+                scope.spawn(move |_| work(state));
+            }
+            work(first);
+        });
     }
 
     /// Calls `f(index)` for every index below `count`, in any order, at once where it can.

@@ -12,7 +12,7 @@ use crate::cache::StagedLayer;
 use crate::error::Result;
 use crate::model::config::LayerKind;
 use crate::model::weights::{AttentionWeights, CompressorWeights, IndexerWeights, Matrix};
-use crate::tensor::format::{e2m1_round_trip, e4m3_round_trip, round_bf16};
+use crate::tensor::format::{e2m1_round_trip, e4m3_round_trip};
 
 use super::{Probe, Segment, StepContext, Trunk};
 
@@ -132,17 +132,17 @@ impl Trunk<'_> {
             p.index_weights = output(&i.weights_proj)?;
         }
         let mut jobs = vec![
-            Job { weight: w.wq_a.view(), input: xq, output: &mut p.q_lora },
-            Job { weight: w.wkv.view(), input: xq, output: &mut p.kv },
+            Job::new(w.wq_a.view(), xq, &mut p.q_lora),
+            Job::new(w.wkv.view(), xq, &mut p.kv),
         ];
         if let Some(m) = &w.compressor {
-            jobs.push(Job { weight: m.wkv.view(), input: x, output: &mut p.main.u });
-            jobs.push(Job { weight: m.wgate.view(), input: x, output: &mut p.main.g });
+            jobs.push(Job::new(m.wkv.view(), x, &mut p.main.u));
+            jobs.push(Job::new(m.wgate.view(), x, &mut p.main.g));
         }
         if let Some(i) = &w.indexer {
-            jobs.push(Job { weight: i.compressor.wkv.view(), input: x, output: &mut p.index.u });
-            jobs.push(Job { weight: i.compressor.wgate.view(), input: x, output: &mut p.index.g });
-            jobs.push(Job { weight: i.weights_proj.view(), input: x, output: &mut p.index_weights });
+            jobs.push(Job::new(i.compressor.wkv.view(), x, &mut p.index.u));
+            jobs.push(Job::new(i.compressor.wgate.view(), x, &mut p.index.g));
+            jobs.push(Job::new(i.weights_proj.view(), x, &mut p.index_weights));
         }
         self.cpu.linear(&mut jobs)?;
         for stored in [&mut p.q_lora, &mut p.kv, &mut p.index_weights] {
@@ -175,10 +175,10 @@ impl Trunk<'_> {
         let input = quantised.as_deref().unwrap_or(q_lora);
         let mut q = alloc::vec_f32("queries", rows * w.wq_b.rows())?;
         let mut index_q = Vec::new();
-        let mut jobs = vec![Job { weight: w.wq_b.view(), input, output: &mut q }];
+        let mut jobs = vec![Job::new(w.wq_b.view(), input, &mut q)];
         if let Some(i) = &w.indexer {
             index_q = alloc::vec_f32("index queries", rows * i.wq_b.rows())?;
-            jobs.push(Job { weight: i.wq_b.view(), input, output: &mut index_q });
+            jobs.push(Job::new(i.wq_b.view(), input, &mut index_q));
         }
         self.cpu.linear(&mut jobs)?;
         let r = self.rounding;
@@ -379,7 +379,7 @@ impl Trunk<'_> {
         let mut jobs = alloc::with_capacity("output projection jobs", groups)?;
         for (group, output) in low.chunks_exact_mut(rows * rank).enumerate() {
             let input = &grouped[group * rows * group_width..][..rows * group_width];
-            jobs.push(Job { weight: wo_a.band(group * rank, rank), input, output });
+            jobs.push(Job::new(wo_a.band(group * rank, rank), input, output));
         }
         self.cpu.linear(&mut jobs)?;
         drop(jobs);
@@ -396,7 +396,7 @@ impl Trunk<'_> {
             Ok(())
         })?;
         let mut y = alloc::vec_f32("attention sub-layer output", rows * c.hidden_size)?;
-        self.cpu.linear(&mut [Job { weight: w.wo_b.view(), input: &joined, output: &mut y }])?;
+        self.cpu.linear(&mut [Job::new(w.wo_b.view(), &joined, &mut y)])?;
         store_bf16(&mut y, r.bf16);
         Ok(y)
     }

@@ -75,7 +75,7 @@ impl Trunk<'_> {
         let rows = x.len() / width;
         let outputs = w.mix.rows();
         let mut projected = alloc::vec_f32("stream projection", rows * outputs)?;
-        self.cpu.linear(&mut [Job { weight: w.mix.view(), input: x, output: &mut projected }])?;
+        self.cpu.linear(&mut [Job::new(w.mix.view(), x, &mut projected)])?;
         self.cpu.pool.chunks(&mut projected, outputs, |row, values| {
             let scale = inverse_rms(&x[row * width..(row + 1) * width], self.config.rms_norm_eps);
             values.iter_mut().for_each(|v| *v *= scale);
@@ -108,7 +108,7 @@ impl Trunk<'_> {
         probe.record(self.config.num_hidden_layers, "hidden", &[wanted.len(), d], &hidden);
         let vocab = self.config.vocab_size;
         let mut logits = alloc::vec_f32("logits", wanted.len() * vocab)?;
-        self.cpu.linear(&mut [Job { weight: self.weights.head.view(), input: &hidden, output: &mut logits }])?;
+        self.cpu.linear(&mut [Job::new(self.weights.head.view(), &hidden, &mut logits)])?;
         if let Some(bad) = logits.iter().position(|v| !v.is_finite()) {
             return Err(Error::new(
                 ErrorKind::Numeric,
