@@ -10,8 +10,10 @@
 
 mod header;
 mod index;
+mod inventory;
 #[expect(unsafe_code, reason = "mapping a file is unsafe: another process may change it")]
 mod mmap;
+mod scan;
 mod shard;
 
 use std::borrow::Cow;
@@ -22,6 +24,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use self::index::Index;
+pub use self::inventory::{Category, Inventory, Share};
+pub use self::scan::{Finding, Suspicion};
 pub use self::shard::Shard;
 use crate::alloc;
 use crate::error::{Error, ErrorKind, Result, bail};
