@@ -20,6 +20,8 @@ mod mutations;
 mod resolve;
 #[path = "weights/scan.rs"]
 mod scan;
+#[path = "weights/spoil.rs"]
+mod spoil;
 
 use std::path::Path;
 

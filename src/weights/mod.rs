@@ -15,6 +15,7 @@ mod inventory;
 mod mmap;
 mod scan;
 mod shard;
+mod survey;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -27,6 +28,7 @@ use self::index::Index;
 pub use self::inventory::{Category, Inventory, Share};
 pub use self::scan::{Finding, Suspicion};
 pub use self::shard::Shard;
+pub use self::survey::ShardReport;
 use crate::alloc;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::tensor::DType;

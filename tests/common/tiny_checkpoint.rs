@@ -18,8 +18,8 @@ pub struct Tiny {
     pub tensors: Vec<Owned>,
 }
 
-const HIDDEN: usize = 128;
-const VOCAB: usize = 8;
+pub const HIDDEN: usize = 128;
+pub const VOCAB: usize = 8;
 const EXPERTS: usize = 2;
 
 impl Tiny {
@@ -44,43 +44,9 @@ impl Tiny {
         tiny
     }
 
-    /// Turns the MTP block into a DSpark drafter of three stages that reads layers 0, 1 and 2.
-    pub fn into_dspark(mut self) -> Self {
-        self.tensors.retain(|t| !t.0.starts_with("mtp."));
-        for stage in 0..3 {
-            self.block(&format!("mtp.{stage}."), 0, false);
-        }
-        self.fp8("mtp.0.main_proj", HIDDEN, 3 * HIDDEN);
-        self.add("mtp.0.main_norm.weight", "BF16", &[HIDDEN]);
-        self.add("mtp.2.norm.weight", "BF16", &[HIDDEN]);
-        self.hyper("mtp.2.hc_head", 4, 1);
-        for name in ["markov_w1", "markov_w2"] {
-            self.add(&format!("mtp.2.markov_head.{name}.weight"), "BF16", &[VOCAB, 16]);
-        }
-        self.add("mtp.2.confidence_head.proj.weight", "BF16", &[1, HIDDEN + 16]);
-        self.config["compress_ratios"] = json!([0, 4, 128, 0, 0, 0]);
-        self.config["dspark_block_size"] = json!(5);
-        self.config["dspark_markov_rank"] = json!(16);
-        self.config["dspark_noise_token_id"] = json!(7);
-        self.config["dspark_target_layer_ids"] = json!([0, 1, 2]);
-        self
-    }
-
     /// The tensor called `name`.
     pub fn get(&mut self, name: &str) -> &mut Owned {
         self.tensors.iter_mut().find(|t| t.0 == name).unwrap_or_else(|| panic!("no tensor {name}"))
-    }
-
-    /// Takes the tensor called `name` out.
-    pub fn remove(&mut self, name: &str) -> Owned {
-        let i = self.tensors.iter().position(|t| t.0 == name).unwrap_or_else(|| panic!("no tensor {name}"));
-        self.tensors.remove(i)
-    }
-
-    /// Gives the tensor called `name` another dtype and shape, with ones for bytes.
-    pub fn reshape(&mut self, name: &str, dtype: &'static str, shape: &[usize]) {
-        let bytes = vec![1; shape.iter().product::<usize>() * size(dtype)];
-        *self.get(name) = (name.to_owned(), dtype, shape.to_vec(), bytes);
     }
 
     /// Adds a tensor of ones (bytes).
@@ -121,7 +87,7 @@ impl Tiny {
         fs::write(dir.join("config.json"), self.config.to_string()).expect("the test folder is writable");
     }
 
-    fn fp8(&mut self, name: &str, rows: usize, cols: usize) {
+    pub fn fp8(&mut self, name: &str, rows: usize, cols: usize) {
         self.add(&format!("{name}.weight"), "F8_E4M3", &[rows, cols]);
         self.add(&format!("{name}.scale"), "F8_E8M0", &[rows.div_ceil(128), cols.div_ceil(128)]);
     }
@@ -131,7 +97,7 @@ impl Tiny {
         self.add(&format!("{name}.scale"), "F8_E8M0", &[rows, cols / 32]);
     }
 
-    fn hyper(&mut self, name: &str, rows: usize, scales: usize) {
+    pub fn hyper(&mut self, name: &str, rows: usize, scales: usize) {
         self.add(&format!("{name}_fn"), "F32", &[rows, 4 * HIDDEN]);
         self.add(&format!("{name}_base"), "F32", &[rows]);
         self.add(&format!("{name}_scale"), "F32", &[scales]);
@@ -145,7 +111,7 @@ impl Tiny {
         self.add(&format!("{prefix}norm.weight"), "BF16", &[entry]);
     }
 
-    fn block(&mut self, p: &str, ratio: usize, hashed: bool) {
+    pub fn block(&mut self, p: &str, ratio: usize, hashed: bool) {
         for (name, len) in [("attn_norm", HIDDEN), ("ffn_norm", HIDDEN), ("attn.q_norm", 128), ("attn.kv_norm", 128)] {
             self.add(&format!("{p}{name}.weight"), "BF16", &[len]);
         }
@@ -192,17 +158,12 @@ pub fn write_index(dir: &Path, index: &Value) {
     fs::write(dir.join("model.safetensors.index.json"), index.to_string()).expect("the test folder is writable");
 }
 
-/// Reads the index of `dir`.
-pub fn read_index(dir: &Path) -> Value {
-    let text = fs::read_to_string(dir.join("model.safetensors.index.json")).expect("the index was written");
-    serde_json::from_str(&text).expect("the index is JSON")
-}
-
 fn entry(tensor: &Owned) -> Entry<'_> {
     (&tensor.0, tensor.1, &tensor.2, &tensor.3)
 }
 
-fn size(dtype: &str) -> usize {
+/// Bytes of one element.
+pub fn size(dtype: &str) -> usize {
     match dtype {
         "BF16" => 2,
         "F32" => 4,

@@ -21,6 +21,26 @@ fn folder_without_weights_says_what_was_looked_for() {
 }
 
 #[test]
+fn survey_reports_every_bad_shard() {
+    let dir = folder();
+    Tiny::new().write_sharded(dir.path());
+    let size = |i| fs::metadata(dir.path().join(shard_name(i))).unwrap().len();
+    let (first, second) = (size(0), size(1));
+    fs::File::options().write(true).open(dir.path().join(shard_name(1))).unwrap().set_len(second - 10).unwrap();
+    fs::remove_file(dir.path().join(shard_name(2))).unwrap();
+    let report = Checkpoint::survey(dir.path()).unwrap();
+    let states: Vec<_> = report.into_iter().map(|r| r.state).collect();
+    assert_eq!(states.len(), 3);
+    assert_eq!(states[0], Ok((6, first)));
+    let [_, truncated, missing] = states.try_into().unwrap();
+    assert_error(truncated, Corrupt, &[&shard_name(1), "truncated by 10 bytes"]);
+    assert_error(missing, NotFound, &[&shard_name(2)]);
+    let single = folder();
+    Tiny::new().write_single(single.path());
+    assert!(matches!(Checkpoint::survey(single.path()).unwrap()[..], [ref only] if only.state.is_ok()));
+}
+
+#[test]
 fn folder_in_place_of_a_file_is_refused() {
     let dir = folder();
     fs::create_dir(dir.path().join("model.safetensors")).unwrap();

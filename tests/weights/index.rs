@@ -6,9 +6,10 @@ use dsv4::error::ErrorKind::{Corrupt, NotFound};
 use dsv4::weights::Checkpoint;
 use serde_json::{Value, json};
 
+use super::spoil::read_index;
 use super::{assert_error, folder, load};
 use crate::safetensors_writer;
-use crate::tiny_checkpoint::{Tiny, read_index, shard_name, write_index};
+use crate::tiny_checkpoint::{Tiny, shard_name, write_index};
 
 /// A sharded checkpoint whose index was changed by `change`.
 fn with_index(change: impl FnOnce(&mut Value)) -> tempfile::TempDir {

@@ -7,8 +7,9 @@ use dsv4::model::weights::Weights;
 use dsv4::weights::Checkpoint;
 
 use super::folder;
+use super::spoil::read_index;
 use crate::safetensors_writer;
-use crate::tiny_checkpoint::{Tiny, config, read_index, shard_name};
+use crate::tiny_checkpoint::{Tiny, config, shard_name};
 
 /// Numbers of a fixed sequence (xorshift64*).
 struct Random(u64);
