@@ -151,9 +151,16 @@ const INDEX_BLOCK: usize = 32;
 /// Parallel residual streams; the mHC kernels are written for this number.
 const STREAMS: usize = 4;
 
-/// Keys of the official files that do not change what is computed.
-const HARMLESS: &[&str] =
-    &["architectures", "attention_dropout", "initializer_range", "torch_dtype", "transformers_version", "use_cache"];
+/// Keys of the official files that do not change what is computed, or were looked at before.
+const HARMLESS: &[&str] = &[
+    "architectures",
+    "attention_dropout",
+    "initializer_range",
+    "model_type",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+];
 
 impl Config {
     /// Reads and validates a `config.json`.

@@ -338,49 +338,59 @@ impl Weights {
     /// # Errors
     /// `OutOfMemory`, naming the tensor.
     pub fn prepare(&self) -> Result<()> {
-        self.vectors().into_iter().try_for_each(Vector::prepare)
+        self.for_each_vector(&mut Vector::prepare)
     }
 
-    /// Every vector of the model.
-    fn vectors(&self) -> Vec<&Vector> {
-        let mut all = vec![&self.norm];
-        self.hc_head.collect(&mut all);
-        self.layers.iter().for_each(|layer| layer.collect(&mut all));
+    /// Calls `f` for every vector of the model until it fails.
+    fn for_each_vector(&self, f: Visit<'_>) -> Result<()> {
+        f(&self.norm)?;
+        self.hc_head.for_each_vector(f)?;
+        for layer in &self.layers {
+            layer.for_each_vector(f)?;
+        }
         match &self.draft {
-            DraftWeights::None => {}
+            DraftWeights::None => Ok(()),
             DraftWeights::Mtp(mtp) => {
-                mtp.block.collect(&mut all);
-                mtp.hc_head.collect(&mut all);
-                all.extend([&mtp.enorm, &mtp.hnorm, &mtp.norm]);
+                mtp.block.for_each_vector(f)?;
+                mtp.hc_head.for_each_vector(f)?;
+                [&mtp.enorm, &mtp.hnorm, &mtp.norm].into_iter().try_for_each(f)
             }
             DraftWeights::Dspark(dspark) => {
-                dspark.stages.iter().for_each(|stage| stage.collect(&mut all));
-                dspark.hc_head.collect(&mut all);
-                all.extend([&dspark.main_norm, &dspark.norm]);
+                for stage in &dspark.stages {
+                    stage.for_each_vector(f)?;
+                }
+                dspark.hc_head.for_each_vector(f)?;
+                [&dspark.main_norm, &dspark.norm].into_iter().try_for_each(f)
             }
         }
-        all
     }
 }
 
+/// What is done to each vector.
+type Visit<'a> = &'a mut dyn FnMut(&Vector) -> Result<()>;
+
 impl HyperWeights {
-    fn collect<'a>(&'a self, all: &mut Vec<&'a Vector>) {
-        all.extend([&self.base, &self.scale]);
+    fn for_each_vector(&self, f: Visit<'_>) -> Result<()> {
+        [&self.base, &self.scale].into_iter().try_for_each(f)
     }
 }
 
 impl LayerWeights {
-    fn collect<'a>(&'a self, all: &mut Vec<&'a Vector>) {
-        all.extend([&self.attn_norm, &self.ffn_norm]);
-        self.hc_attn.collect(all);
-        self.hc_ffn.collect(all);
-        all.extend([&self.attn.sink, &self.attn.q_norm, &self.attn.kv_norm]);
-        let indexer = self.attn.indexer.as_ref().map(|indexer| &indexer.compressor);
-        for compressor in self.attn.compressor.iter().chain(indexer) {
-            all.extend([&compressor.ape, &compressor.norm]);
+    fn for_each_vector(&self, f: Visit<'_>) -> Result<()> {
+        let attn = &self.attn;
+        for vector in [&self.attn_norm, &self.ffn_norm, &attn.sink, &attn.q_norm, &attn.kv_norm] {
+            f(vector)?;
         }
-        if let Routing::Bias(bias) = &self.ffn.routing {
-            all.push(bias);
+        self.hc_attn.for_each_vector(f)?;
+        self.hc_ffn.for_each_vector(f)?;
+        let indexer = attn.indexer.as_ref().map(|indexer| &indexer.compressor);
+        for compressor in attn.compressor.iter().chain(indexer) {
+            f(&compressor.ape)?;
+            f(&compressor.norm)?;
+        }
+        match &self.ffn.routing {
+            Routing::Bias(bias) => f(bias),
+            Routing::Hash(_) => Ok(()),
         }
     }
 }

@@ -20,6 +20,9 @@ pub enum DType {
 }
 
 impl DType {
+    /// All of them.
+    pub const ALL: [Self; 6] = [Self::F8E4M3, Self::F8E8M0, Self::I8, Self::Bf16, Self::F32, Self::I64];
+
     /// Bytes of one stored element.
     pub const fn size(self) -> usize {
         match self {
@@ -44,7 +47,7 @@ impl DType {
 
     /// The type of a safetensors name, or `None` for one that no V4 checkpoint uses.
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::F8E4M3, Self::F8E8M0, Self::I8, Self::Bf16, Self::F32, Self::I64].into_iter().find(|d| d.name() == name)
+        Self::ALL.into_iter().find(|d| d.name() == name)
     }
 }
 

@@ -14,6 +14,7 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
+use crate::alloc;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::tensor::DType;
 
@@ -169,6 +170,11 @@ impl Header {
                 raw.shape
             );
         }
+        let what = "the names and shapes of a shard";
+        alloc::reserve(what, &mut self.entries, 1)?;
+        alloc::reserve(what, &mut self.dims, raw.shape.len())?;
+        let names = self.names.try_reserve(name.len());
+        names.map_err(|_| Error::out_of_memory(what, self.names.len() as u64 + name.len() as u64))?;
         // a header is at most 100 MB long, so these counts fit
         self.entries.push(Entry {
             name_start: self.names.len() as u32,

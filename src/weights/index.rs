@@ -10,8 +10,9 @@ use std::collections::HashMap;
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
+use crate::alloc;
 use crate::error::{Error, ErrorKind, Result, bail};
 
 /// Which shard holds which tensor, borrowed from the text of the file.
@@ -33,11 +34,14 @@ impl<'a> Index<'a> {
     pub(super) fn parse(text: &'a [u8]) -> Result<Self> {
         let raw: RawIndex<'a> = serde_json::from_slice(text)
             .map_err(|e| Error::new(ErrorKind::Corrupt, format!("not a safetensors index: {e}")))?;
-        let WeightMap { mut files, mut tensors } = raw.weight_map;
+        let WeightMap { mut files, mut tensors, failure } = raw.weight_map;
+        if let Some(failure) = failure {
+            return Err(failure);
+        }
         if tensors.is_empty() {
             bail!(Corrupt, "weight_map is empty");
         }
-        tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        tensors.sort_unstable_by(|a, b| a.0.cmp(&b.0));
         if let Some(pair) = tensors.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             bail!(Corrupt, "weight_map names tensor {} twice", pair[0].0);
         }
@@ -45,7 +49,7 @@ impl<'a> Index<'a> {
             check_file_name(file)?;
         }
         let mut order: Vec<u32> = (0..files.len() as u32).collect();
-        order.sort_by(|&a, &b| files[a as usize].cmp(&files[b as usize]));
+        order.sort_unstable_by(|&a, &b| files[a as usize].cmp(&files[b as usize]));
         let mut rank = vec![0; files.len()];
         for (new, &old) in order.iter().enumerate() {
             rank[old as usize] = new as u32;
@@ -53,7 +57,7 @@ impl<'a> Index<'a> {
         for (_, file) in &mut tensors {
             *file = rank[*file as usize];
         }
-        files.sort();
+        files.sort_unstable();
         let total_size =
             raw.metadata.and_then(|metadata| metadata.get("total_size").and_then(serde_json::Value::as_u64));
         Ok(Self { files, tensors, total_size })
@@ -95,6 +99,8 @@ struct RawIndex<'a> {
 struct WeightMap<'a> {
     files: Vec<Cow<'a, str>>,
     tensors: Vec<(Cow<'a, str>, u32)>,
+    /// Our own error, which serde's error type cannot carry; the rest of the map was skipped.
+    failure: Option<Error>,
 }
 
 impl<'de: 'a, 'a> Deserialize<'de> for WeightMap<'a> {
@@ -118,6 +124,11 @@ impl<'de: 'a, 'a> Deserialize<'de> for WeightMap<'a> {
                     let position = *positions.entry(file.clone()).or_insert(next);
                     if position == next {
                         result.files.push(file);
+                    }
+                    if let Err(failure) = alloc::reserve("the index", &mut result.tensors, 1) {
+                        result.failure = Some(failure);
+                        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                        break;
                     }
                     result.tensors.push((tensor, position));
                 }

@@ -10,9 +10,12 @@
 
 mod header;
 mod index;
+mod inventory;
 #[expect(unsafe_code, reason = "mapping a file is unsafe: another process may change it")]
 mod mmap;
+mod scan;
 mod shard;
+mod survey;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -22,7 +25,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use self::index::Index;
+pub use self::inventory::{Category, Inventory, Share};
+pub use self::scan::{Finding, Suspicion};
 pub use self::shard::Shard;
+pub use self::survey::ShardReport;
 use crate::alloc;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::tensor::DType;

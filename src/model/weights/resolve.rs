@@ -67,7 +67,8 @@ impl Weights {
     pub fn resolve(config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
         let with_folder = |e: Error| e.context(checkpoint.dir().display());
         let config = config.clone().with_checkpoint(checkpoint).map_err(with_folder)?;
-        let resolver = Resolver { config: &config, checkpoint, used: RefCell::new(vec![false; checkpoint.len()]) };
+        let used = alloc::zeroed("the list of used tensors", checkpoint.len())?;
+        let resolver = Resolver { config: &config, checkpoint, used: RefCell::new(used) };
         let weights = resolver.model().map_err(with_folder)?;
         resolver.check_leftovers().map_err(with_folder)?;
         Ok(weights)
