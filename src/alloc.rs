@@ -31,21 +31,6 @@ pub fn with_capacity<T>(what: &str, n: usize) -> Result<Vec<T>> {
     Ok(vec)
 }
 
-/// Makes room for `additional` more elements of `what`, with some to spare. Counts as a request only if `vec` must grow.
-///
-/// # Errors
-/// As [`with_capacity`].
-pub fn reserve<T>(what: &str, vec: &mut Vec<T>, additional: usize) -> Result<()> {
-    if vec.capacity() - vec.len() >= additional {
-        return Ok(());
-    }
-    if is_refused() || vec.try_reserve(additional).is_err() {
-        let elements = (vec.len() as u64).saturating_add(additional as u64);
-        return Err(Error::out_of_memory(what, elements.saturating_mul(size_of::<T>() as u64)));
-    }
-    Ok(())
-}
-
 /// `len` default values of `what`.
 ///
 /// # Errors

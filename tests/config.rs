@@ -232,10 +232,8 @@ fn impossible_whole_numbers_name_key_and_value() {
 fn impossible_numbers_name_key_and_value() {
     for key in NUMBERS {
         for value in [json!(0), json!(-1.5), json!("1"), json!("NaN"), json!(null), json!([1.0]), json!(1e300)] {
-            if key.starts_with("rope") || key.starts_with("compress") {
-                if value == json!(1e300) {
-                    continue; // large, but a double can compute with it
-                }
+            if value == json!(1e300) && (key.starts_with("rope") || key.starts_with("compress")) {
+                continue; // large, but a double can compute with it
             }
             let shown = if value == json!(1e300) { "e+300".to_owned() } else { value.to_string() };
             assert_error(with(&[(key, value)]), ConfigKind, &[key, &shown]);
@@ -266,7 +264,8 @@ fn not_a_number_and_infinity_name_the_key() {
 
 #[test]
 fn dimensions_that_do_not_fit_each_other_are_refused() {
-    let cases: [(&[(&str, Value)], &[&str]); 20] = [
+    type Case<'a> = (&'a [(&'a str, Value)], &'a [&'a str]);
+    let cases: [Case<'_>; 20] = [
         (&[("qk_rope_head_dim", json!(576))], &["qk_rope_head_dim is 576", "head_dim (512)"]),
         (&[("qk_rope_head_dim", json!(512))], &["qk_rope_head_dim is 512", "head_dim (512)"]),
         (&[("qk_rope_head_dim", json!(192))], &["qk_rope_head_dim is 192", "index_head_dim (128)"]),
@@ -502,7 +501,7 @@ mod log {
     use tracing::{Event, Metadata, Subscriber};
 
     /// All events during `work`, one a line.
-    pub fn collect(work: impl FnOnce()) -> String {
+    pub(super) fn collect(work: impl FnOnce()) -> String {
         let text = Arc::new(Mutex::new(String::new()));
         tracing::subscriber::with_default(Collector(Arc::clone(&text)), work);
         let text = text.lock().expect("no test panics while logging");

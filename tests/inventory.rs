@@ -51,8 +51,8 @@ fn child_opens_and_reports() {
     let opened = start.elapsed();
     checkpoint.check_sizes().unwrap();
     let checked = start.elapsed() - opened;
-    eprintln!("check_sizes: {checked:?}");
-    eprintln!("MEASURED {seconds} {}", peak_mib());
+    shared::say(&format!("check_sizes: {checked:?}"));
+    shared::say(&format!("MEASURED {seconds} {}", peak_mib()));
     drop(weights);
 }
 
@@ -67,7 +67,7 @@ fn peak_mib() -> f64 {
 /// Limits are those of an optimised build; a debug build gets twice the time.
 fn check(test: &str, release_dir: &Path, seconds_limit: f64, mib_limit: f64) {
     let (seconds, mib) = measure(release_dir);
-    println!("{test}: {seconds:.3} s, {mib:.1} MiB");
+    shared::say(&format!("{test}: {seconds:.3} s, {mib:.1} MiB"));
     let slack = if cfg!(debug_assertions) { 2.0 } else { 1.0 };
     assert!(seconds < seconds_limit * slack, "{test}: opening took {seconds:.3} s");
     assert!(mib < mib_limit, "{test}: opening took {mib:.1} MiB of resident memory");

@@ -248,12 +248,12 @@ impl Config {
             ("qk_rope_head_dim", self.qk_rope_head_dim, 2, "rotated in pairs"),
         ];
         for (key, value, block, why) in multiples {
-            if value % block != 0 {
+            if !value.is_multiple_of(block) {
                 bail!(Config, "{key} is {value}; it must be a multiple of {block} ({why})");
             }
         }
         let group = self.num_attention_heads / self.o_groups * self.head_dim;
-        if group % LINEAR_BLOCK != 0 {
+        if !group.is_multiple_of(LINEAR_BLOCK) {
             bail!(
                 Config,
                 "head_dim is {}: num_attention_heads / o_groups x head_dim is {group}, but must be a multiple of \
@@ -270,7 +270,7 @@ impl Config {
             );
         }
         let unrotated = self.head_dim - self.qk_rope_head_dim;
-        if unrotated % CACHE_BLOCK != 0 {
+        if !unrotated.is_multiple_of(CACHE_BLOCK) {
             bail!(
                 Config,
                 "head_dim is {} and qk_rope_head_dim {}: their difference {unrotated} must be a multiple of {CACHE_BLOCK} \

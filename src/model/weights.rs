@@ -104,7 +104,7 @@ impl Vector {
             let mut values = alloc::with_capacity(self.tensor.name(), self.len())?;
             self.widen_into(&mut values);
             // another thread may have been faster, with the same values
-            let _ = self.values.set(values);
+            drop(self.values.set(values));
         }
         Ok(())
     }

@@ -8,10 +8,10 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 /// A tensor's name, dtype and shape.
-pub type Spec = (String, &'static str, Vec<usize>);
+pub(crate) type Spec = (String, &'static str, Vec<usize>);
 
 /// All tensors of an inventory file, with the layers and experts of its patterns written out.
-pub fn read(path: &Path) -> Vec<Spec> {
+pub(crate) fn read(path: &Path) -> Vec<Spec> {
     let text = std::fs::read_to_string(path).expect("the inventory can be read");
     let inventory: Value = serde_json::from_str(&text).expect("the inventory is JSON");
     let experts = inventory["experts"].as_u64().expect("`experts` is a number");
@@ -37,7 +37,7 @@ pub fn read(path: &Path) -> Vec<Spec> {
 
 /// Writes `tensors` as sparse shards and an index into `dir`, in the layout of the releases: the embedding, one shard a
 /// layer, the head, then the draft blocks. Returns the number of shards.
-pub fn write_checkpoint(dir: &Path, tensors: Vec<Spec>) -> usize {
+pub(crate) fn write_checkpoint(dir: &Path, tensors: Vec<Spec>) -> usize {
     let mut shards: BTreeMap<usize, Vec<Spec>> = BTreeMap::new();
     for tensor in tensors {
         shards.entry(position(&tensor.0)).or_default().push(tensor);

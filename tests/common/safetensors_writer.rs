@@ -6,16 +6,16 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 /// One tensor: name, dtype, shape, bytes.
-pub type Entry<'a> = (&'a str, &'a str, &'a [usize], &'a [u8]);
+pub(crate) type Entry<'a> = (&'a str, &'a str, &'a [usize], &'a [u8]);
 
 /// Writes a valid file; the tensors lie in the order given.
-pub fn write(path: &Path, tensors: &[Entry<'_>]) {
+pub(crate) fn write(path: &Path, tensors: &[Entry<'_>]) {
     let data: Vec<u8> = tensors.iter().flat_map(|t| t.3.iter().copied()).collect();
     fs::write(path, bytes(&header(tensors), &data)).expect("the test folder is writable");
 }
 
 /// The header text of `write`.
-pub fn header(tensors: &[Entry<'_>]) -> String {
+pub(crate) fn header(tensors: &[Entry<'_>]) -> String {
     let mut header = Map::new();
     header.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut position = 0;
@@ -27,12 +27,12 @@ pub fn header(tensors: &[Entry<'_>]) -> String {
 }
 
 /// One value of a header.
-pub fn entry(dtype: &str, shape: &[usize], start: u64, end: u64) -> Value {
+pub(crate) fn entry(dtype: &str, shape: &[usize], start: u64, end: u64) -> Value {
     json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]})
 }
 
 /// A file of any header text, padded to 8 bytes as the official writer does, and data.
-pub fn bytes(header: &str, data: &[u8]) -> Vec<u8> {
+pub(crate) fn bytes(header: &str, data: &[u8]) -> Vec<u8> {
     let padded = header.len().next_multiple_of(8);
     let mut file = (padded as u64).to_le_bytes().to_vec();
     file.extend(header.as_bytes());

@@ -10,20 +10,20 @@ use serde_json::{Map, Value, json};
 use crate::safetensors_writer::{self, Entry};
 
 /// Name, dtype, shape, bytes.
-pub type Owned = (String, &'static str, Vec<usize>, Vec<u8>);
+pub(crate) type Owned = (String, &'static str, Vec<usize>, Vec<u8>);
 
 /// Configuration and tensors of three layers (window, c4a, c128a; the first hash-routed) and one MTP block.
-pub struct Tiny {
-    pub config: Value,
-    pub tensors: Vec<Owned>,
+pub(crate) struct Tiny {
+    pub(crate) config: Value,
+    pub(crate) tensors: Vec<Owned>,
 }
 
-pub const HIDDEN: usize = 128;
-pub const VOCAB: usize = 8;
+pub(crate) const HIDDEN: usize = 128;
+pub(crate) const VOCAB: usize = 8;
 const EXPERTS: usize = 2;
 
 impl Tiny {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut tiny = Self { config: config(), tensors: Vec::new() };
         for name in ["embed.weight", "head.weight"] {
             tiny.add(name, "BF16", &[VOCAB, HIDDEN]);
@@ -45,18 +45,18 @@ impl Tiny {
     }
 
     /// The tensor called `name`.
-    pub fn get(&mut self, name: &str) -> &mut Owned {
+    pub(crate) fn get(&mut self, name: &str) -> &mut Owned {
         self.tensors.iter_mut().find(|t| t.0 == name).unwrap_or_else(|| panic!("no tensor {name}"))
     }
 
     /// Adds a tensor of ones (bytes).
-    pub fn add(&mut self, name: &str, dtype: &'static str, shape: &[usize]) {
+    pub(crate) fn add(&mut self, name: &str, dtype: &'static str, shape: &[usize]) {
         let bytes = vec![1; shape.iter().product::<usize>() * size(dtype)];
         self.tensors.push((name.to_owned(), dtype, shape.to_vec(), bytes));
     }
 
     /// `config.json` and one `model.safetensors`.
-    pub fn write_single(&self, dir: &Path) {
+    pub(crate) fn write_single(&self, dir: &Path) {
         fs::create_dir_all(dir).expect("the test folder is writable");
         let entries: Vec<_> = self.tensors.iter().map(entry).collect();
         safetensors_writer::write(&dir.join("model.safetensors"), &entries);
@@ -64,7 +64,7 @@ impl Tiny {
     }
 
     /// `config.json`, three shards and the index. Shard of a tensor: trunk without layers, layers, draft.
-    pub fn write_sharded(&self, dir: &Path) {
+    pub(crate) fn write_sharded(&self, dir: &Path) {
         fs::create_dir_all(dir).expect("the test folder is writable");
         let shard = |name: &str| match name.split('.').next() {
             Some("layers") => 1,
@@ -83,11 +83,11 @@ impl Tiny {
         self.write_config(dir);
     }
 
-    pub fn write_config(&self, dir: &Path) {
+    pub(crate) fn write_config(&self, dir: &Path) {
         fs::write(dir.join("config.json"), self.config.to_string()).expect("the test folder is writable");
     }
 
-    pub fn fp8(&mut self, name: &str, rows: usize, cols: usize) {
+    pub(crate) fn fp8(&mut self, name: &str, rows: usize, cols: usize) {
         self.add(&format!("{name}.weight"), "F8_E4M3", &[rows, cols]);
         self.add(&format!("{name}.scale"), "F8_E8M0", &[rows.div_ceil(128), cols.div_ceil(128)]);
     }
@@ -97,7 +97,7 @@ impl Tiny {
         self.add(&format!("{name}.scale"), "F8_E8M0", &[rows, cols / 32]);
     }
 
-    pub fn hyper(&mut self, name: &str, rows: usize, scales: usize) {
+    pub(crate) fn hyper(&mut self, name: &str, rows: usize, scales: usize) {
         self.add(&format!("{name}_fn"), "F32", &[rows, 4 * HIDDEN]);
         self.add(&format!("{name}_base"), "F32", &[rows]);
         self.add(&format!("{name}_scale"), "F32", &[scales]);
@@ -111,7 +111,7 @@ impl Tiny {
         self.add(&format!("{prefix}norm.weight"), "BF16", &[entry]);
     }
 
-    pub fn block(&mut self, p: &str, ratio: usize, hashed: bool) {
+    pub(crate) fn block(&mut self, p: &str, ratio: usize, hashed: bool) {
         for (name, len) in [("attn_norm", HIDDEN), ("ffn_norm", HIDDEN), ("attn.q_norm", 128), ("attn.kv_norm", 128)] {
             self.add(&format!("{p}{name}.weight"), "BF16", &[len]);
         }
@@ -149,12 +149,12 @@ impl Tiny {
 }
 
 /// File name of shard `i` of [`Tiny::write_sharded`].
-pub fn shard_name(i: usize) -> String {
+pub(crate) fn shard_name(i: usize) -> String {
     format!("model-{:05}-of-00003.safetensors", i + 1)
 }
 
 /// Writes `index` as the index of `dir`.
-pub fn write_index(dir: &Path, index: &Value) {
+pub(crate) fn write_index(dir: &Path, index: &Value) {
     fs::write(dir.join("model.safetensors.index.json"), index.to_string()).expect("the test folder is writable");
 }
 
@@ -163,7 +163,7 @@ fn entry(tensor: &Owned) -> Entry<'_> {
 }
 
 /// Bytes of one element.
-pub fn size(dtype: &str) -> usize {
+pub(crate) fn size(dtype: &str) -> usize {
     match dtype {
         "BF16" => 2,
         "F32" => 4,
@@ -173,7 +173,7 @@ pub fn size(dtype: &str) -> usize {
 }
 
 /// The configuration of [`Tiny::new`]: every key of the official files.
-pub fn config() -> Value {
+pub(crate) fn config() -> Value {
     let text = r#"{
         "architectures": ["DeepseekV4ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
         "bos_token_id": 0, "eos_token_id": 1, "expert_dtype": "fp4", "hc_eps": 1e-6, "hc_mult": 4,

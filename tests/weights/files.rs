@@ -119,7 +119,7 @@ fn populating_pages_that_are_gone_is_an_error_and_not_a_bus_error() {
     tensor.populate(0..0).unwrap();
     assert_eq!(tensor.bytes(), data);
     if !has_populate_read() {
-        eprintln!("SKIPPED the rest: this kernel has no MADV_POPULATE_READ (Linux 5.14)");
+        crate::shared::say("SKIPPED the rest: this kernel has no MADV_POPULATE_READ (Linux 5.14)");
         return;
     }
     fs::File::options().write(true).open(&path).unwrap().set_len(8192).unwrap();
@@ -158,7 +158,7 @@ fn child_maps_too_much() {
     let Some(dir) = std::env::var_os(CHILD) else { return };
     let parts = ["cannot map 68719476", "bytes of", "model.safetensors"];
     let error = assert_error(Checkpoint::open(dir.as_ref()), OutOfMemory, &parts);
-    println!("REFUSED {error}");
+    crate::shared::say(&format!("REFUSED {error}"));
 }
 
 #[cfg(target_os = "linux")]
@@ -181,6 +181,6 @@ fn file_larger_than_the_address_space_cannot_be_mapped() {
         .env(CHILD, dir.path())
         .output()
         .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("REFUSED"), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("REFUSED"), "{text}{}", String::from_utf8_lossy(&output.stdout));
 }

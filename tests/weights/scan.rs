@@ -12,7 +12,8 @@ fn scan(change: impl FnOnce(&mut Tiny)) -> Vec<Suspicion> {
     change(&mut tiny);
     let dir = folder();
     tiny.write_sharded(dir.path());
-    Checkpoint::open(dir.path()).unwrap().suspicious(&mut |_, _| true).unwrap()
+    let checkpoint = Checkpoint::open(dir.path()).expect("the checkpoint is good");
+    checkpoint.suspicious(&mut |_, _| true).expect("the checkpoint can be read")
 }
 
 #[test]

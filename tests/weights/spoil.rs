@@ -9,7 +9,7 @@ use crate::tiny_checkpoint::{HIDDEN, Owned, Tiny, VOCAB, size};
 
 impl Tiny {
     /// Turns the MTP block into a DSpark drafter of three stages that reads layers 0, 1 and 2.
-    pub fn into_dspark(mut self) -> Self {
+    pub(crate) fn into_dspark(mut self) -> Self {
         self.tensors.retain(|t| !t.0.starts_with("mtp."));
         for stage in 0..3 {
             self.block(&format!("mtp.{stage}."), 0, false);
@@ -31,20 +31,20 @@ impl Tiny {
     }
 
     /// Takes the tensor called `name` out.
-    pub fn remove(&mut self, name: &str) -> Owned {
+    pub(crate) fn remove(&mut self, name: &str) -> Owned {
         let i = self.tensors.iter().position(|t| t.0 == name).unwrap_or_else(|| panic!("no tensor {name}"));
         self.tensors.remove(i)
     }
 
     /// Gives the tensor called `name` another dtype and shape, with ones for bytes.
-    pub fn reshape(&mut self, name: &str, dtype: &'static str, shape: &[usize]) {
+    pub(crate) fn reshape(&mut self, name: &str, dtype: &'static str, shape: &[usize]) {
         let bytes = vec![1; shape.iter().product::<usize>() * size(dtype)];
         *self.get(name) = (name.to_owned(), dtype, shape.to_vec(), bytes);
     }
 }
 
 /// Reads the index of `dir`.
-pub fn read_index(dir: &Path) -> Value {
+pub(crate) fn read_index(dir: &Path) -> Value {
     let text = fs::read_to_string(dir.join("model.safetensors.index.json")).expect("the index was written");
     serde_json::from_str(&text).expect("the index is JSON")
 }
