@@ -105,7 +105,7 @@ fn modules_use_each_other_only_along_the_arrows() {
         };
         for used in code.split("crate::").skip(1) {
             let used: &str = used.split(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':')).next().unwrap_or("");
-            let fits = |m: &&str| used == **m || used.starts_with(&format!("{m}::"));
+            let fits = |m: &&str| used == *m || used.starts_with(&format!("{m}::"));
             assert!(
                 fits(&module) || LEAVES.iter().any(|m| fits(&m)) || allowed.iter().any(|m| fits(&m)),
                 "src/{name} uses crate::{used}, but {module} may use only {allowed:?} and {LEAVES:?}"

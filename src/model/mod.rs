@@ -55,6 +55,7 @@ impl Model {
     /// A model from a parsed config and a checkpoint, which may lie in memory.
     #[doc(hidden)]
     pub fn from_parts(path: PathBuf, config: Config, checkpoint: Checkpoint) -> Result<Arc<Self>> {
+        let config = config.with_checkpoint(&checkpoint)?;
         let weights = Weights::resolve(&config, &checkpoint)?;
         Ok(Arc::new(Self { path, config, weights, checkpoint, tokenizer: OnceCell::new() }))
     }
