@@ -1,0 +1,487 @@
+//! Products `y = W x` of weights in checkpoint storage with float32 inputs, for one token or many, on the engine's pool.
+//!
+//! Invariant: an output's bits depend on its weight row, its input row and the [`Simd`] level alone; not on the number of
+//! tokens, the other jobs of the call, the number of threads, or how rows are split over them. Sums are float32, in an
+//! order that [`super::simd`] fixes. Nothing is rounded to bf16 here, and no activation is quantised: callers do both.
+//!
+//! Inputs are first brought into the column order in which the weights decode (once per input and storage, however many
+//! jobs share it). For E4M3 the tile scales go into a copy of the input, made per band of 128 rows, with the largest
+//! scale of the band set apart so that scales of any size work. Inputs of E4M3 products must stay below `2^47`, and
+//! single products below `2^-86` of the band's largest scale lose bits to the subnormal range.
+#![forbid(unsafe_code)]
+
+use std::sync::{Mutex, PoisonError};
+
+use super::simd::{Block, Dots, Form, K_BLOCK, Rows, Simd, Storage, TOKEN_BLOCK, permutation, scale};
+use crate::error::{Error, Result, bail};
+use crate::tensor::format::e8m0_value;
+use crate::tensor::{MatrixFormat, MatrixRef, Scales};
+
+/// One product; several run in one parallel region, so that small matrices share it.
+#[derive(Debug)]
+pub struct Job<'a> {
+    /// The weights `[rows, cols]`.
+    pub weight: MatrixRef<'a>,
+    /// Inputs of all tokens: token `t` is `input[t * input_stride..][..cols]`.
+    pub input: &'a [f32],
+    /// Floats from one token's input to the next; `cols` when they are dense.
+    pub input_stride: usize,
+    /// `[tokens, rows]`, overwritten; its length gives the number of tokens.
+    pub output: &'a mut [f32],
+}
+
+impl<'a> Job<'a> {
+    /// A product with dense inputs `[tokens, cols]`.
+    pub fn new(weight: MatrixRef<'a>, input: &'a [f32], output: &'a mut [f32]) -> Self {
+        Self { weight, input, input_stride: weight.cols, output }
+    }
+}
+
+/// Memory that calls of [`run`] need besides their arguments. It grows to what the largest call needs and is then reused.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    prepared: Vec<f32>,
+    workers: Vec<Worker>,
+}
+
+/// One thread's share of the scratch.
+#[derive(Debug, Default)]
+struct Worker {
+    scaled: Vec<f32>,
+    block: Vec<f32>,
+}
+
+/// Runs all `jobs`.
+///
+/// # Errors
+/// `InvalidArgument` if a job's slices do not fit its shape; `OutOfMemory` if the scratch cannot grow. Outputs are
+/// written only on success.
+pub fn run(pool: &rayon::ThreadPool, simd: Simd, scratch: &mut Scratch, jobs: &mut [Job<'_>]) -> Result<()> {
+    let mut plans = Vec::new();
+    reserve(&mut plans, jobs.len(), "the products of a step")?;
+    let mut inputs: Vec<Input<'_>> = Vec::new();
+    let mut prepared_len = 0;
+    for job in jobs.iter() {
+        let tokens = check(job)?;
+        if tokens == 0 {
+            continue;
+        }
+        let input = Input::new(job, tokens, simd, prepared_len);
+        let known = inputs.iter().rev().find(|known| known.is_same(&input)).copied();
+        plans.push(Plan { weight: job.weight, input: known.unwrap_or(input), tokens });
+        if known.is_none() {
+            reserve(&mut inputs, 1, "the inputs of a step")?;
+            inputs.push(input);
+            prepared_len += input.prepared_len().next_multiple_of(ALIGNED);
+        }
+    }
+
+    let threads = pool.current_num_threads();
+    let bands = Bands::new(&plans, threads);
+    scratch.fit(&plans, prepared_len, threads, simd)?;
+    let Scratch { prepared, workers } = scratch;
+    let prepared = aligned(prepared, prepared_len);
+    prepare(pool, simd, &inputs, prepared, workers)?;
+
+    let prepared = &*prepared;
+    let outputs = jobs.iter_mut().filter(|job| !job.output.is_empty()).map(|job| &mut *job.output);
+    let mut slices = bands.split_outputs(&plans, outputs)?;
+    let mut units = bands.units(&plans, &mut slices)?;
+    let workers = if bands.is_small(&plans) { &mut workers[..1] } else { &mut workers[..] };
+    parallel(pool, workers, &mut units, |unit, worker| unit.run(simd, prepared, worker));
+    Ok(())
+}
+
+/// A job that has been checked.
+#[derive(Clone, Copy)]
+struct Plan<'a> {
+    weight: MatrixRef<'a>,
+    input: Input<'a>,
+    tokens: usize,
+}
+
+impl Plan<'_> {
+    fn storage(&self) -> Storage {
+        storage(&self.weight)
+    }
+}
+
+fn storage(weight: &MatrixRef<'_>) -> Storage {
+    match (weight.format, weight.scales) {
+        (MatrixFormat::E4m3, Scales::F32(_)) if weight.round_to_bf16 => Storage::E4m3Rounded,
+        // an E4M3 value times a power of two is a bfloat16 as it is
+        (MatrixFormat::E4m3, _) => Storage::E4m3,
+        (MatrixFormat::E2m1, _) => Storage::E2m1,
+        (MatrixFormat::Bf16, _) => Storage::Bf16,
+        (MatrixFormat::F32, _) => Storage::F32,
+    }
+}
+
+/// Number of tokens of a job whose slices fit its shape.
+fn check(job: &Job<'_>) -> Result<usize> {
+    let MatrixRef { format, rows, cols, data, scales, first_row, .. } = job.weight;
+    if rows == 0 || cols == 0 {
+        bail!(InvalidArgument, "weight matrix of {rows} x {cols}");
+    }
+    if data.len() != rows * job.weight.row_bytes() {
+        bail!(InvalidArgument, "{} bytes of weights for {rows} x {cols} {format:?}", data.len());
+    }
+    let (multiple, fits) = match (format, scales) {
+        (MatrixFormat::E4m3, Scales::E8m0(s)) => (128, s.len() >= (first_row + rows).div_ceil(128) * (cols / 128)),
+        (MatrixFormat::E4m3, Scales::F32(s)) => (128, s.len() >= (first_row + rows).div_ceil(128) * (cols / 128) * 4),
+        (MatrixFormat::E2m1, Scales::E8m0(s)) => (32, s.len() == rows * (cols / 32)),
+        (MatrixFormat::Bf16 | MatrixFormat::F32, Scales::None) => (1, true),
+        _ => (1, false),
+    };
+    if cols % multiple != 0 {
+        bail!(InvalidArgument, "{cols} columns of {format:?} weights, not a multiple of {multiple}");
+    }
+    if !fits {
+        bail!(
+            InvalidArgument,
+            "scales of {rows} x {cols} {format:?} weights from row {first_row} have a wrong kind or size"
+        );
+    }
+    let tokens = job.output.len() / rows;
+    if job.output.len() != tokens * rows {
+        bail!(InvalidArgument, "output of {} values for {rows} rows", job.output.len());
+    }
+    let needed = if tokens == 0 { 0 } else { (tokens - 1) * job.input_stride + cols };
+    if job.input_stride < cols || job.input.len() < needed {
+        bail!(
+            InvalidArgument,
+            "input of {} values with stride {} for {tokens} tokens of {cols} columns",
+            job.input.len(),
+            job.input_stride
+        );
+    }
+    Ok(tokens)
+}
+
+/// Rows that a unit of work takes of each job.
+struct Bands {
+    rows: usize,
+}
+
+impl Bands {
+    /// Small enough that every thread gets several units, large enough that a unit's own preparations vanish.
+    fn new(plans: &[Plan<'_>], threads: usize) -> Self {
+        let least = if plans.iter().all(|p| p.tokens == 1) { 16 } else { 32 };
+        let units = |rows: usize| {
+            plans.iter().map(|p| p.weight.rows.div_ceil(rows) * p.tokens.div_ceil(TOKEN_BLOCK)).sum::<usize>()
+        };
+        let mut rows = 128;
+        while rows > least && threads > 1 && units(rows) < 8 * threads {
+            rows /= 2;
+        }
+        Self { rows }
+    }
+
+    /// Whether waking other threads would take longer than the work.
+    fn is_small(&self, plans: &[Plan<'_>]) -> bool {
+        plans.iter().map(|p| p.weight.data.len() * p.tokens).sum::<usize>() < 32 << 10
+    }
+
+    /// The bands `(first row, rows)` of a job; each lies within one tile of 128 stored rows.
+    fn of(&self, plan: &Plan<'_>) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (total, offset, unit) = (plan.weight.rows, plan.weight.first_row, self.rows);
+        let mut first = 0;
+        std::iter::from_fn(move || {
+            let rows = (unit - (offset + first) % unit).min(total - first);
+            let band = (first, rows);
+            first += rows;
+            (rows > 0).then_some(band)
+        })
+    }
+
+    /// For each unit, in order, one slice of the output a token.
+    fn split_outputs<'o>(
+        &self,
+        plans: &[Plan<'_>],
+        outputs: impl Iterator<Item = &'o mut [f32]>,
+    ) -> Result<Vec<&'o mut [f32]>> {
+        let mut slices = Vec::new();
+        let mut rest: Vec<&mut [f32]> = Vec::new();
+        for (plan, output) in plans.iter().zip(outputs) {
+            rest.clear();
+            reserve(&mut rest, plan.tokens, "the output rows of a step")?;
+            rest.extend(output.chunks_mut(plan.weight.rows));
+            for (_, rows) in self.of(plan) {
+                reserve(&mut slices, plan.tokens, "the output slices of a step")?;
+                for token in &mut rest {
+                    let (band, after) = std::mem::take(token).split_at_mut(rows);
+                    slices.push(band);
+                    *token = after;
+                }
+            }
+        }
+        Ok(slices)
+    }
+
+    /// All units; those that read the same weights follow each other.
+    fn units<'u, 'o>(&self, plans: &[Plan<'u>], slices: &'u mut [&'o mut [f32]]) -> Result<Vec<Unit<'u, 'o>>> {
+        let mut units = Vec::new();
+        let mut slices = slices;
+        for plan in plans {
+            for (first_row, rows) in self.of(plan) {
+                reserve(&mut units, plan.tokens.div_ceil(TOKEN_BLOCK), "the units of a step")?;
+                for first_token in (0..plan.tokens).step_by(TOKEN_BLOCK) {
+                    let tokens = TOKEN_BLOCK.min(plan.tokens - first_token);
+                    let (output, after) = slices.split_at_mut(tokens);
+                    slices = after;
+                    units.push(Unit { plan: *plan, first_row, rows, first_token, output });
+                }
+            }
+        }
+        Ok(units)
+    }
+}
+
+/// A band of rows times a block of tokens.
+struct Unit<'u, 'o> {
+    plan: Plan<'u>,
+    first_row: usize,
+    rows: usize,
+    first_token: usize,
+    /// `[rows]` a token.
+    output: &'u mut [&'o mut [f32]],
+}
+
+impl Unit<'_, '_> {
+    fn run(&mut self, simd: Simd, prepared: &[f32], worker: &mut Worker) {
+        let Plan { weight, input, tokens: all_tokens } = self.plan;
+        let storage = self.plan.storage();
+        let tokens = self.output.len();
+        let band = weight.band(self.first_row, self.rows);
+        let tile = band.first_row / 128 * (weight.cols / 128);
+        let (scales, factors) = match (storage, band.scales) {
+            (Storage::E2m1, Scales::E8m0(s)) => (s, [1.0, 1.0]),
+            (Storage::E4m3Rounded, Scales::F32(s)) => (&s[4 * tile..][..weight.cols / 128 * 4], [1.0, 1.0]),
+            _ => (&[][..], [1.0, 1.0]),
+        };
+        let mut rows = Rows { storage, rows: self.rows, cols: weight.cols, data: band.data, scales, factors };
+
+        let mut x = &prepared[input.offset..][..input.prepared_len()];
+        let mut x_stride = all_tokens * K_BLOCK;
+        let mut first_token = self.first_token;
+        if storage == Storage::E4m3 {
+            let tile_scale = |i: usize| match band.scales {
+                Scales::E8m0(s) => e8m0_value(s[tile + i]),
+                Scales::F32(s) => f32::from_le_bytes(std::array::from_fn(|b| s[4 * (tile + i) + b])),
+                Scales::None => 1.0,
+            };
+            let largest = (0..weight.cols / 128).map(tile_scale).fold(0.0, largest_power);
+            rows.factors = [E4M3_RESCALE * INPUT_UNSCALE, largest];
+            let scaled = aligned(&mut worker.scaled, tokens * weight.cols);
+            for (b, first_col) in (0..weight.cols).step_by(K_BLOCK).enumerate() {
+                let width = K_BLOCK.min(weight.cols - first_col);
+                let from = &x[b * x_stride + first_token * width..][..tokens * width];
+                let to = &mut scaled[b * tokens * K_BLOCK..][..tokens * width];
+                let factors: [f32; K_BLOCK / 128] = std::array::from_fn(|i| {
+                    let i = (first_col / 128 + i).min(weight.cols / 128 - 1);
+                    // exact for powers of two; float64 so that the quotient's range cannot matter
+                    (f64::from(tile_scale(i)) / f64::from(largest) * INPUT_SCALE) as f32
+                });
+                for (from, to) in from.chunks(width).zip(to.chunks_mut(width)) {
+                    for ((from, to), factor) in from.chunks(128).zip(to.chunks_mut(128)).zip(factors) {
+                        scale(simd, from, factor, to);
+                    }
+                }
+            }
+            (x, x_stride, first_token) = (scaled, tokens * K_BLOCK, 0);
+        }
+
+        if all_tokens == 1 && storage != Storage::E4m3Rounded {
+            return Dots { weights: rows, x, out: self.output[0] }.run(simd);
+        }
+        let scratch = aligned(&mut worker.block, Block::scratch(simd));
+        Block { weights: rows, x, x_stride, first_token, out: self.output, scratch }.run(simd);
+    }
+}
+
+/// What E4M3 inputs are multiplied by besides their tile's scale, so that products with codes that decode to `2^-120`
+/// times their value stay in the normal range; and the rest of the way back.
+const INPUT_SCALE: f64 = (1_u128 << 80) as f64;
+const INPUT_UNSCALE: f32 = 1.0 / (1_u128 << 80) as f32;
+/// Decoded E4M3 codes are `2^-120` of their value.
+const E4M3_RESCALE: f32 = (1_u128 << 120) as f32;
+
+/// The largest power of two not above the finite magnitudes seen so far; 1 if there is none but zeros.
+fn largest_power(so_far: f32, scale: f32) -> f32 {
+    let scale = scale.abs();
+    if !scale.is_finite() || scale <= so_far {
+        return so_far;
+    }
+    let bits = scale.to_bits();
+    let normal = f32::from_bits(bits & 0x7F80_0000);
+    if normal > 0.0 { normal } else { f32::from_bits(1 << bits.ilog2()) }
+}
+
+/// An input in the order some storage wants it, at `offset` of the prepared inputs: for each block of `K_BLOCK` columns
+/// the rows of all tokens, the last block narrower, zeros behind the last column up to a whole group.
+#[derive(Clone, Copy)]
+struct Input<'a> {
+    values: &'a [f32],
+    stride: usize,
+    tokens: usize,
+    cols: usize,
+    padded: usize,
+    form: Form,
+    offset: usize,
+}
+
+impl<'a> Input<'a> {
+    fn new(job: &Job<'a>, tokens: usize, simd: Simd, offset: usize) -> Self {
+        let form = storage(&job.weight).form();
+        let cols = job.weight.cols;
+        let padded = cols.next_multiple_of(form.group(simd.lanes()));
+        Self { values: job.input, stride: job.input_stride, tokens, cols, padded, form, offset }
+    }
+
+    fn is_same(&self, other: &Self) -> bool {
+        self.values.as_ptr() == other.values.as_ptr()
+            && (self.stride, self.tokens, self.cols, self.form) == (other.stride, other.tokens, other.cols, other.form)
+    }
+
+    fn prepared_len(&self) -> usize {
+        self.tokens * self.padded
+    }
+
+    /// Writes columns `first_col..` of the tokens from `first_token`, one row of `width` a token.
+    fn write(&self, order: &[u8], first_col: usize, width: usize, first_token: usize, out: &mut [f32]) {
+        for (t, row) in out.chunks_mut(width).enumerate() {
+            let from = &self.values[(first_token + t) * self.stride..][..self.cols][first_col..];
+            for (group, to) in row.chunks_mut(order.len()).enumerate() {
+                let from = &from[(group * order.len()).min(from.len())..];
+                for (to, &c) in to.iter_mut().zip(order) {
+                    *to = from.get(usize::from(c)).copied().unwrap_or(0.0);
+                }
+            }
+        }
+    }
+}
+
+/// Some columns of some tokens of an input to bring into order.
+struct Piece<'u> {
+    input: Input<'u>,
+    first_col: usize,
+    width: usize,
+    first_token: usize,
+    out: &'u mut [f32],
+}
+
+/// Fills `prepared` with all inputs.
+fn prepare(
+    pool: &rayon::ThreadPool,
+    simd: Simd,
+    inputs: &[Input<'_>],
+    prepared: &mut [f32],
+    workers: &mut [Worker],
+) -> Result<()> {
+    let mut pieces = Vec::new();
+    let mut rest = prepared;
+    for input in inputs {
+        let (mut own, after) = rest.split_at_mut(input.prepared_len().next_multiple_of(ALIGNED));
+        rest = after;
+        for first_col in (0..input.padded).step_by(K_BLOCK) {
+            let width = K_BLOCK.min(input.padded - first_col);
+            for first_token in (0..input.tokens).step_by(TOKEN_BLOCK) {
+                let tokens = TOKEN_BLOCK.min(input.tokens - first_token);
+                let (out, after) = own.split_at_mut(tokens * width);
+                own = after;
+                reserve(&mut pieces, 1, "the inputs of a step")?;
+                pieces.push(Piece { input: *input, first_col, width, first_token, out });
+            }
+        }
+    }
+    let small = inputs.iter().map(Input::prepared_len).sum::<usize>() < 64 << 10;
+    let workers = if small { &mut workers[..1] } else { workers };
+    parallel(pool, workers, &mut pieces, |piece, _| {
+        let Piece { input, first_col, width, first_token, out } = piece;
+        let group = input.form.group(simd.lanes());
+        let order = permutation(input.form, simd.lanes());
+        input.write(&order[..group], *first_col, *width, *first_token, out);
+    });
+    Ok(())
+}
+
+/// Lets the workers take units one after the other until none is left.
+fn parallel<U: Send, W: Send>(
+    pool: &rayon::ThreadPool,
+    workers: &mut [W],
+    units: &mut [U],
+    run: impl Fn(&mut U, &mut W) + Sync,
+) {
+    let count = workers.len().min(units.len());
+    let Some((first, others)) = workers[..count].split_first_mut() else { return };
+    if others.is_empty() {
+        return units.iter_mut().for_each(|unit| run(unit, first));
+    }
+    let queue = Mutex::new(units.iter_mut());
+    let work = |worker: &mut W| {
+        loop {
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(unit) = next else { return };
+            run(unit, worker);
+        }
+    };
+    let work = &work;
+    pool.scope(|scope| {
+        for worker in others {
+            scope.spawn(move |_| work(worker));
+        }
+        work(first);
+    });
+}
+
+impl Scratch {
+    fn fit(&mut self, plans: &[Plan<'_>], prepared: usize, threads: usize, simd: Simd) -> Result<()> {
+        grow(&mut self.prepared, prepared, "prepared inputs")?;
+        let threads = threads.max(1);
+        if self.workers.len() < threads {
+            let more = threads - self.workers.len();
+            reserve(&mut self.workers, more, "the threads' scratch")?;
+            self.workers.resize_with(threads, Worker::default);
+        }
+        let scaled = |p: &Plan<'_>| p.tokens.min(TOKEN_BLOCK) * p.input.padded;
+        let scaled = plans.iter().filter(|p| p.storage() == Storage::E4m3).map(scaled).max().unwrap_or(0);
+        let blocked = plans.iter().any(|p| p.tokens > 1 || p.storage() == Storage::E4m3Rounded);
+        let block = if blocked { Block::scratch(simd) } else { 0 };
+        for worker in &mut self.workers {
+            grow(&mut worker.scaled, scaled, "scaled inputs")?;
+            grow(&mut worker.block, block, "decoded weights")?;
+        }
+        Ok(())
+    }
+}
+
+/// Floats of a cache line, to which scratch is aligned.
+const ALIGNED: usize = 16;
+
+/// Makes room for `len` aligned floats.
+fn grow(buffer: &mut Vec<f32>, len: usize, what: &str) -> Result<()> {
+    if len > 0 && buffer.len() < len + ALIGNED {
+        let more = len + ALIGNED - buffer.len();
+        reserve(buffer, more, what)?;
+        buffer.resize(len + ALIGNED, 0.0);
+    }
+    Ok(())
+}
+
+/// The first `len` floats of a grown buffer that start at a cache line.
+fn aligned(buffer: &mut [f32], len: usize) -> &mut [f32] {
+    if len == 0 {
+        return &mut [];
+    }
+    let skip = buffer.as_ptr().align_offset(ALIGNED * size_of::<f32>()).min(ALIGNED);
+    &mut buffer[skip..][..len]
+}
+
+/// Room for `more` elements, or `OutOfMemory`.
+fn reserve<T>(buffer: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
+    let bytes = (buffer.len() + more) as u64 * size_of::<T>() as u64;
+    buffer.try_reserve(more).map_err(|_| Error::out_of_memory(what, bytes))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,301 @@
+//! Several tokens: a blocked product of a band of weight rows with a block of tokens.
+//!
+//! Rows are decoded to float32 once per block, `GROUP_ROWS` rows by `K_BLOCK` columns at a time, and then multiplied in
+//! register tiles of 3 rows by 4 tokens. An output's accumulator is a whole vector that is put aside between K blocks,
+//! so its chain is the very one of [`super::rows`].
+
+use super::layout::K_BLOCK;
+use super::rows::{Bf16, Decode, E2m1, E4m3, F32, Rows, Storage, Tail, finish, group_values};
+use super::vector::Vector;
+use super::{Op, Simd};
+use crate::tensor::format::{E4M3, round_bf16};
+
+/// Rows decoded together.
+const GROUP_ROWS: usize = 24;
+/// Tokens of a block; a multiple of [`TILE_TOKENS`].
+pub(in crate::backend::cpu) const TOKEN_BLOCK: usize = 64;
+
+const TILE_ROWS: usize = 3;
+const TILE_TOKENS: usize = 4;
+/// Rows whose decoded K block stays in the first-level cache while the tokens pass.
+const NEAR_ROWS: usize = 2 * TILE_ROWS;
+
+/// `out[t][row] = finish(row . x[t])` for the rows of a band and up to [`TOKEN_BLOCK`] tokens.
+pub(in crate::backend::cpu) struct Block<'a, 'o> {
+    pub weights: Rows<'a>,
+    /// Prepared inputs, for each block of `K_BLOCK` columns the rows of the tokens; the last block is narrower. Token
+    /// `t`'s row of block `b` starts at `b * x_stride + (first_token + t) * width of b`.
+    pub x: &'a [f32],
+    /// Floats from one K block to the next.
+    pub x_stride: usize,
+    /// Which token's row of each K block is the first one's.
+    pub first_token: usize,
+    /// One slice of `[rows]` a token.
+    pub out: &'a mut [&'o mut [f32]],
+    /// [`Block::scratch`] floats.
+    pub scratch: &'a mut [f32],
+}
+
+impl Block<'_, '_> {
+    /// Floats of scratch that a call needs.
+    pub(in crate::backend::cpu) fn scratch(simd: Simd) -> usize {
+        GROUP_ROWS * K_BLOCK + GROUP_ROWS * TOKEN_BLOCK * simd.lanes()
+    }
+
+    /// Computes the block. Panics on slices of wrong sizes.
+    pub(in crate::backend::cpu) fn run(self, simd: Simd) {
+        self.weights.check();
+        let tokens = self.out.len();
+        assert!(tokens <= TOKEN_BLOCK && self.scratch.len() >= Self::scratch(simd), "{tokens} tokens in a block");
+        assert!(self.out.iter().all(|o| o.len() == self.weights.rows), "one output a row");
+        let padded = self.weights.padded_cols(simd.lanes());
+        if let Some(last) = padded.checked_sub(1).map(|c| c / K_BLOCK) {
+            let width = padded - last * K_BLOCK;
+            assert!(self.x.len() >= last * self.x_stride + (self.first_token + tokens) * width, "prepared columns");
+            assert!(last == 0 || self.x_stride >= (self.first_token + tokens) * K_BLOCK, "K block stride");
+        }
+        simd.dispatch(self);
+    }
+}
+
+impl Op for Block<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) {
+        let Block { weights, x, x_stride, first_token, out, scratch } = self;
+        let padded = weights.padded_cols(V::LANES);
+        let blocks = padded.div_ceil(K_BLOCK).max(1);
+        let (decoded, aside) = scratch.split_at_mut(GROUP_ROWS * K_BLOCK);
+        for first in (0..weights.rows).step_by(GROUP_ROWS) {
+            let count = GROUP_ROWS.min(weights.rows - first);
+            for b in 0..blocks {
+                let cols = b * K_BLOCK..padded.min((b + 1) * K_BLOCK);
+                let width = cols.len();
+                // SAFETY: the processor has `V` by contract; `Block::run` has checked the sizes.
+                unsafe {
+                    for row in 0..count {
+                        decode::<V>(&weights, first + row, cols.clone(), &mut decoded[row * K_BLOCK..][..width]);
+                    }
+                    let x = &x[b * x_stride + first_token * width..][..out.len() * width];
+                    let place =
+                        Place { first_row: first, rows: count, first_block: b == 0, last_block: b + 1 == blocks };
+                    multiply::<V>(decoded, x, width, place, aside, out, weights.factors);
+                }
+            }
+        }
+    }
+}
+
+/// Which part of a block's work a K block of a row group is.
+#[derive(Clone, Copy)]
+struct Place {
+    first_row: usize,
+    rows: usize,
+    first_block: bool,
+    last_block: bool,
+}
+
+/// Decodes columns `cols` of `row`, padding included, to `out`.
+///
+/// # Safety
+/// The processor has `V`; the sizes of [`Rows::check`] hold.
+#[inline(always)]
+unsafe fn decode<V: Vector>(w: &Rows<'_>, row: usize, cols: std::ops::Range<usize>, out: &mut [f32]) {
+    let row_bytes = w.row_bytes();
+    let data = &w.data[row * row_bytes..][..row_bytes];
+    let scales = &w.scales[row * w.row_scales()..][..w.row_scales()];
+    // SAFETY: `data` and `scales` are the row's.
+    unsafe {
+        match w.storage {
+            Storage::E4m3 => expand::<V, E4m3>(data, scales, cols, out),
+            Storage::E2m1 => expand::<V, E2m1>(data, scales, cols, out),
+            Storage::Bf16 => expand::<V, Bf16>(data, scales, cols, out),
+            Storage::F32 => expand::<V, F32>(data, scales, cols, out),
+            Storage::E4m3Rounded => round(data, w.scales, cols, out),
+        }
+    }
+}
+
+/// # Safety
+/// The processor has `V`; `data` and `scales` are one row.
+#[inline(always)]
+unsafe fn expand<V: Vector, D: Decode<V>>(data: &[u8], scales: &[u8], cols: std::ops::Range<usize>, out: &mut [f32]) {
+    let (group, values) = (4 * V::LANES, group_values::<V, D>());
+    let mut seen = unsafe { V::nothing_seen() };
+    let mut at = out.as_mut_ptr();
+    for g in cols.start / values..cols.end / values {
+        // SAFETY: a whole group is read in place, an incomplete one from its buffer; `out` holds the values of all groups.
+        unsafe {
+            let decoded = match data.get(g * group..(g + 1) * group) {
+                Some(bytes) => {
+                    V::prefetch(bytes.as_ptr().wrapping_add((cols.end - cols.start) / values * group));
+                    D::decode(bytes.as_ptr(), scales.as_ptr().wrapping_add(g * D::SCALES), &mut seen)
+                }
+                None => {
+                    let tail = Tail::new(&data[g * group..], &scales[(g * D::SCALES).min(scales.len())..]);
+                    D::decode(tail.bytes.as_ptr(), tail.scales.as_ptr(), &mut seen)
+                }
+            };
+            for v in decoded.as_ref() {
+                v.store(at);
+                at = at.add(V::LANES);
+            }
+        }
+    }
+    if unsafe { V::saw_nan(seen) } {
+        // one NaN makes the row's outputs NaN, as its products would
+        out[0] = f32::NAN;
+    }
+}
+
+/// E4M3 times float32 scales, rounded to bf16.
+fn round(codes: &[u8], scales: &[u8], cols: std::ops::Range<usize>, out: &mut [f32]) {
+    let (scales, _) = scales.as_chunks::<4>();
+    for (i, value) in out.iter_mut().enumerate() {
+        let c = cols.start + i;
+        *value = round_bf16(E4M3[usize::from(codes[c])] * f32::from_le_bytes(scales[c / 128]));
+    }
+}
+
+/// Multiplies a decoded row group with the tokens of one K block.
+///
+/// # Safety
+/// The processor has `V`; `decoded` holds `place.rows` rows of stride `K_BLOCK`, `x` one row of `width` a token.
+#[inline(always)]
+unsafe fn multiply<V: Vector>(
+    decoded: &[f32],
+    x: &[f32],
+    width: usize,
+    place: Place,
+    aside: &mut [f32],
+    out: &mut [&mut [f32]],
+    factors: [f32; 2],
+) {
+    let tokens = out.len();
+    let steps = width / V::LANES;
+    for near in (0..place.rows).step_by(NEAR_ROWS) {
+        for t in (0..tokens).step_by(TILE_TOKENS) {
+            for r in (near..place.rows.min(near + NEAR_ROWS)).step_by(TILE_ROWS) {
+                let tile = Tile {
+                    w: decoded[r * K_BLOCK..].as_ptr(),
+                    w_stride: K_BLOCK,
+                    x: x[t * width..].as_ptr(),
+                    x_stride: width,
+                    steps,
+                };
+                let aside = &mut aside[(r * TOKEN_BLOCK + t * TILE_ROWS) * V::LANES..];
+                let write = |i: usize, j: usize, sum: f32| out[t + i][place.first_row + r + j] = finish(sum, factors);
+                // SAFETY: the tile's rows and tokens lie inside `decoded` and `x`.
+                unsafe {
+                    match ((place.rows - r).min(TILE_ROWS), (tokens - t).min(TILE_TOKENS)) {
+                        (3, 4) => tile.block::<V, 3, 4>(place, aside, write),
+                        (3, 3) => tile.block::<V, 3, 3>(place, aside, write),
+                        (3, 2) => tile.block::<V, 3, 2>(place, aside, write),
+                        (3, 1) => tile.block::<V, 3, 1>(place, aside, write),
+                        (2, 4) => tile.block::<V, 2, 4>(place, aside, write),
+                        (2, 3) => tile.block::<V, 2, 3>(place, aside, write),
+                        (2, 2) => tile.block::<V, 2, 2>(place, aside, write),
+                        (2, 1) => tile.block::<V, 2, 1>(place, aside, write),
+                        (1, 4) => tile.block::<V, 1, 4>(place, aside, write),
+                        (1, 3) => tile.block::<V, 1, 3>(place, aside, write),
+                        (1, 2) => tile.block::<V, 1, 2>(place, aside, write),
+                        _ => tile.block::<V, 1, 1>(place, aside, write),
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A register tile of dot products: rows at `w`, tokens (or keys) at `x`.
+#[derive(Clone, Copy)]
+pub(super) struct Tile {
+    pub w: *const f32,
+    pub w_stride: usize,
+    pub x: *const f32,
+    pub x_stride: usize,
+    /// Whole vectors along the summed axis.
+    pub steps: usize,
+}
+
+impl Tile {
+    /// Continues the chains of the tile by `steps` vectors.
+    ///
+    /// # Safety
+    /// `steps` vectors at each of `R` rows and `T` tokens.
+    #[inline(always)]
+    pub(super) unsafe fn accumulate<V: Vector, const R: usize, const T: usize>(self, sums: &mut [[V; R]; T]) {
+        // SAFETY: by contract.
+        unsafe {
+            let (mut w, mut x) = (self.w, self.x);
+            for _ in 0..self.steps {
+                let rows: [V; R] = std::array::from_fn(|r| V::load(w.add(r * self.w_stride)));
+                for t in 0..T {
+                    let token = V::load(x.add(t * self.x_stride));
+                    for r in 0..R {
+                        sums[t][r] = rows[r].mul_add(token, sums[t][r]);
+                    }
+                }
+                w = w.add(V::LANES);
+                x = x.add(V::LANES);
+            }
+        }
+    }
+
+    /// One K block of a tile: fetches the accumulators, continues them, and puts them aside or finishes them.
+    ///
+    /// # Safety
+    /// As [`Tile::accumulate`]; `aside` holds `R * T` vectors.
+    #[inline(always)]
+    unsafe fn block<V: Vector, const R: usize, const T: usize>(
+        self,
+        place: Place,
+        aside: &mut [f32],
+        write: impl FnMut(usize, usize, f32),
+    ) {
+        assert!(aside.len() >= R * T * V::LANES);
+        // SAFETY: `aside` was checked, the rest is the contract.
+        unsafe {
+            let mut sums = [[V::zero(); R]; T];
+            if !place.first_block {
+                for t in 0..T {
+                    for r in 0..R {
+                        sums[t][r] = V::load(aside.as_ptr().add((t * R + r) * V::LANES));
+                    }
+                }
+            }
+            self.accumulate(&mut sums);
+            if place.last_block {
+                return reduce(&sums, write);
+            }
+            for t in 0..T {
+                for r in 0..R {
+                    sums[t][r].store(aside.as_mut_ptr().add((t * R + r) * V::LANES));
+                }
+            }
+        }
+    }
+}
+
+/// Sums every accumulator of a tile and hands it to `write(token, row, sum)`.
+///
+/// # Safety
+/// The processor has `V`.
+#[inline(always)]
+pub(super) unsafe fn reduce<V: Vector, const R: usize, const T: usize>(
+    sums: &[[V; R]; T],
+    mut write: impl FnMut(usize, usize, f32),
+) {
+    for first in (0..R * T).step_by(4) {
+        let four = std::array::from_fn(|i| {
+            let n = (first + i).min(R * T - 1);
+            sums[n / R][n % R]
+        });
+        // SAFETY: by contract.
+        let totals = unsafe { V::sum4(four) };
+        for n in first..(R * T).min(first + 4) {
+            write(n / R, n % R, totals[n - first]);
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Vector kernels of the CPU backend, for the instruction set found at run time.
+//!
+//! Each kernel is written once over the [`Vector`] trait and compiled once per level. Invariant: every output element is
+//! one chain of operations in an order fixed by its own operands (ascending along the summed axis, a fixed number of
+//! lanes, one fixed reduction), so its bits depend on the level and on nothing else: not on how many rows, tokens,
+//! heads or keys a call has, nor on how they are split over threads. Levels may differ in the last bits.
+//!
+//! This is the only module of the backend with `unsafe`; what it exports is safe. It knows nothing of threads.
+
+mod attention;
+mod convert;
+mod gemm;
+mod layout;
+mod portable;
+mod rows;
+mod vector;
+
+pub use attention::{accumulate, exp, scores};
+pub(in crate::backend::cpu) use convert::scale;
+pub use convert::{bf16_to_f32, e4m3_to_f32};
+pub(in crate::backend::cpu) use gemm::{Block, TOKEN_BLOCK};
+pub(in crate::backend::cpu) use layout::{Form, K_BLOCK, permutation};
+pub(in crate::backend::cpu) use rows::{Dots, Rows, Storage};
+
+use std::fmt;
+
+use crate::error::{Error, ErrorKind, Result};
+use portable::Portable;
+use vector::Vector;
+
+/// An instruction set that kernels exist for, from the slowest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Level {
+    /// Plain Rust, eight lanes, no fused multiply-add; every machine has it.
+    Portable,
+}
+
+impl Level {
+    /// All levels, those of other architectures included.
+    pub const ALL: [Self; 1] = [Self::Portable];
+
+    /// Name as users write it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+        }
+    }
+
+    fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+        }
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A level that this machine has. It can be had only by asking for it, so a kernel never meets an instruction that
+/// the processor lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Simd(Level);
+
+impl Simd {
+    /// The best level of this machine.
+    pub fn detect() -> Self {
+        let best = Level::ALL.into_iter().rev().find(|l| l.is_available());
+        Self(best.unwrap_or(Level::Portable))
+    }
+
+    /// Every level of this machine, from the slowest.
+    pub fn available() -> Vec<Self> {
+        Level::ALL.into_iter().filter(|l| l.is_available()).map(Self).collect()
+    }
+
+    /// `level`, if this machine has it; `Unavailable` otherwise.
+    pub fn new(level: Level) -> Result<Self> {
+        if !level.is_available() {
+            return Err(Error::new(ErrorKind::Unavailable, format!("this processor has no {level} instructions")));
+        }
+        Ok(Self(level))
+    }
+
+    /// Which level this is.
+    pub fn level(self) -> Level {
+        self.0
+    }
+
+    /// float32 lanes of a vector of this level.
+    pub(in crate::backend::cpu) fn lanes(self) -> usize {
+        match self.0 {
+            Level::Portable => Portable::LANES,
+        }
+    }
+
+    /// Runs `op` with the vectors of this level.
+    fn dispatch<O: Op>(self, op: O) -> O::Output {
+        match self.0 {
+            // SAFETY: `Portable` needs no instructions beyond the target's own.
+            Level::Portable => unsafe { op.run::<Portable>() },
+        }
+    }
+}
+
+/// A kernel with its arguments, compiled once per level by [`Simd::dispatch`].
+trait Op {
+    type Output;
+
+    /// Does the work. Implementations are `#[inline(always)]`, so that they take the features of their caller.
+    ///
+    /// # Safety
+    /// The processor has the instructions of `V`.
+    unsafe fn run<V: Vector>(self) -> Self::Output;
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,3 @@
+//! Backends: where the operations of the model run.
+
+pub mod cpu;
