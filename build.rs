@@ -1,1 +1,2 @@
-fn main(){}
+//! Nothing to do yet.
+fn main() {}

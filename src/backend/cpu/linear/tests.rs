@@ -138,11 +138,11 @@ impl Matrix {
     }
 }
 
-fn pool(threads: usize) -> rayon::ThreadPool {
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
+fn pool(threads: usize) -> Pool {
+    Pool::new(threads).unwrap()
 }
 
-fn product(pool: &rayon::ThreadPool, simd: Simd, weight: MatrixRef<'_>, input: &[f32]) -> Vec<f32> {
+fn product(pool: &Pool, simd: Simd, weight: MatrixRef<'_>, input: &[f32]) -> Vec<f32> {
     let mut output = vec![7.0; input.len() / weight.cols * weight.rows];
     run(pool, simd, &mut Scratch::default(), &mut [Job::new(weight, input, &mut output)]).unwrap();
     output
@@ -343,14 +343,14 @@ fn each_e8m0_tile_scale_works_beside_any_other() {
                 input[17] = 0.75;
                 let y = product(&pool, simd, matrix.view(), &input.repeat(tokens));
                 let expected = 0.75 * e8m0_value(e);
-                let vanishes = i32::from(e) - i32::from(other) < -100;
+                // less than 2^-100 of what the neighbouring tile counts with: may lose bits
+                let far = i32::from(other) - i32::from(e) > 100;
+                let bound = if far { f64::from(e8m0_value(other)) * 2f64.powi(-109) } else { 0.0 };
                 if e == 255 {
                     assert!(y[0].is_nan(), "{} scales {e} {other}", simd.level());
-                } else if vanishes {
-                    // less than 2^-100 of what the neighbouring tile counts with: may be lost
-                    assert!(y[0] == expected || y[0] == 0.0, "{} scales {e} {other}", simd.level());
                 } else {
-                    assert_eq!(y[0], expected, "{} scales {e} {other}", simd.level());
+                    let error = (f64::from(y[0]) - f64::from(expected)).abs();
+                    assert!(error <= bound, "{} scales {e} {other}: {} for {expected}", simd.level(), y[0]);
                 }
             }
         }
