@@ -161,22 +161,23 @@ impl Accumulate<'_> {
     #[inline(always)]
     unsafe fn columns<V: Vector, const H: usize, const N: usize>(&mut self, h: usize, d: usize, lanes: usize) {
         let (dim, keys) = (self.dim, self.v.len() / self.dim);
-        let whole = lanes == V::LANES;
         // SAFETY: indices stay below heads, keys and `dim` by contract.
         unsafe {
-            let get = |p: *const f32| if whole { V::load(p) } else { V::load_first(p, lanes) };
             let acc = self.acc.as_mut_ptr().add(h * dim + d);
             let mut sums = [[V::zero(); N]; H];
             for i in 0..H {
                 let fade = V::splat(self.fade[h + i]);
                 for n in 0..N {
-                    sums[i][n] = get(acc.add(i * dim + n * V::LANES)).mul(fade);
+                    sums[i][n] = load::<V>(acc.add(i * dim + n * V::LANES), lanes).mul(fade);
                 }
             }
             let p = self.p.as_ptr().add(h * keys);
             let mut v = self.v.as_ptr().wrapping_add(d);
             for t in 0..keys {
-                let values: [V; N] = std::array::from_fn(|n| get(v.add(n * V::LANES)));
+                let mut values = [V::zero(); N];
+                for n in 0..N {
+                    values[n] = load::<V>(v.wrapping_add(n * V::LANES), lanes);
+                }
                 for i in 0..H {
                     let weight = V::splat(*p.add(i * keys + t));
                     for n in 0..N {
@@ -188,11 +189,19 @@ impl Accumulate<'_> {
             for i in 0..H {
                 for n in 0..N {
                     let to = acc.add(i * dim + n * V::LANES);
-                    if whole { sums[i][n].store(to) } else { sums[i][n].store_first(to, lanes) }
+                    if lanes == V::LANES { sums[i][n].store(to) } else { sums[i][n].store_first(to, lanes) }
                 }
             }
         }
     }
+}
+
+/// # Safety
+/// The processor has `V`; `lanes` floats at `p`.
+#[inline(always)]
+unsafe fn load<V: Vector>(p: *const f32, lanes: usize) -> V {
+    // SAFETY: by contract.
+    unsafe { if lanes == V::LANES { V::load(p) } else { V::load_first(p, lanes) } }
 }
 
 /// `x = exp(x)` for each element, within 2 ulp; 0 below -104, 1 for 0, infinite above 88.73, NaN for NaN.

@@ -230,7 +230,10 @@ impl Tile {
         unsafe {
             let (mut w, mut x) = (self.w, self.x);
             for _ in 0..self.steps {
-                let rows: [V; R] = std::array::from_fn(|r| V::load(w.add(r * self.w_stride)));
+                let mut rows = [V::zero(); R];
+                for r in 0..R {
+                    rows[r] = V::load(w.add(r * self.w_stride));
+                }
                 for t in 0..T {
                     let token = V::load(x.add(t * self.x_stride));
                     for r in 0..R {
@@ -288,10 +291,14 @@ pub(super) unsafe fn reduce<V: Vector, const R: usize, const T: usize>(
     mut write: impl FnMut(usize, usize, f32),
 ) {
     for first in (0..R * T).step_by(4) {
-        let four = std::array::from_fn(|i| {
-            let n = (first + i).min(R * T - 1);
-            sums[n / R][n % R]
-        });
+        let at = |i: usize| (first + i).min(R * T - 1);
+        let four = [at(0), at(1), at(2), at(3)];
+        let four = [
+            sums[four[0] / R][four[0] % R],
+            sums[four[1] / R][four[1] % R],
+            sums[four[2] / R][four[2] % R],
+            sums[four[3] / R][four[3] % R],
+        ];
         // SAFETY: by contract.
         let totals = unsafe { V::sum4(four) };
         for n in first..(R * T).min(first + 4) {

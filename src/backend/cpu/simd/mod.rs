@@ -8,6 +8,8 @@
 //! This is the only module of the backend with `unsafe`; what it exports is safe. It knows nothing of threads.
 
 mod attention;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod convert;
 mod gemm;
 mod layout;
@@ -33,22 +35,29 @@ use vector::Vector;
 pub enum Level {
     /// Plain Rust, eight lanes, no fused multiply-add; every machine has it.
     Portable,
+    /// x86-64 with AVX2 and FMA, eight lanes.
+    Avx2,
 }
 
 impl Level {
     /// All levels, those of other architectures included.
-    pub const ALL: [Self; 1] = [Self::Portable];
+    pub const ALL: [Self; 2] = [Self::Portable, Self::Avx2];
 
     /// Name as users write it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
+            Self::Avx2 => "avx2",
         }
     }
 
     fn is_available(self) -> bool {
         match self {
             Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 => false,
         }
     }
 }
@@ -92,7 +101,7 @@ impl Simd {
     /// float32 lanes of a vector of this level.
     pub(in crate::backend::cpu) fn lanes(self) -> usize {
         match self.0 {
-            Level::Portable => Portable::LANES,
+            Level::Portable | Level::Avx2 => 8,
         }
     }
 
@@ -101,6 +110,11 @@ impl Simd {
         match self.0 {
             // SAFETY: `Portable` needs no instructions beyond the target's own.
             Level::Portable => unsafe { op.run::<Portable>() },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a `Simd` of this level exists only where the processor has these features.
+            Level::Avx2 => unsafe { run_avx2(op) },
+            #[cfg(not(target_arch = "x86_64"))]
+            Level::Avx2 => unreachable!("no Simd of another architecture can be made"),
         }
     }
 }
@@ -114,6 +128,15 @@ trait Op {
     /// # Safety
     /// The processor has the instructions of `V`.
     unsafe fn run<V: Vector>(self) -> Self::Output;
+}
+
+/// # Safety
+/// The processor has AVX2 and FMA.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn run_avx2<O: Op>(op: O) -> O::Output {
+    // SAFETY: by contract.
+    unsafe { op.run::<avx2::Avx2>() }
 }
 
 #[cfg(test)]

@@ -287,7 +287,8 @@ unsafe fn band<V: Vector, D: Decode<V>, const R: usize>(
             }
         }
         for first in (0..R).step_by(4) {
-            let four = std::array::from_fn(|i| sums[(first + i).min(R - 1)]);
+            let last = R - 1;
+            let four = [sums[first], sums[last.min(first + 1)], sums[last.min(first + 2)], sums[last.min(first + 3)]];
             let totals = V::sum4(four);
             for r in first..R.min(first + 4) {
                 out[r] = if V::saw_nan(seen[r]) { f32::NAN } else { finish(totals[r - first], factors) };

@@ -1,0 +1,199 @@
+//! AVX2 with FMA: eight lanes.
+
+use std::arch::x86_64::*;
+
+use super::vector::{E2M1_SCALED, E4M3_BITS, Vector};
+
+/// Eight lanes of a 256-bit register.
+#[derive(Clone, Copy)]
+pub(super) struct Avx2(__m256);
+
+impl Avx2 {
+    /// The E4M3 code in the top byte of each dword, times `2^-120`.
+    #[inline(always)]
+    unsafe fn top_byte(codes: __m256i) -> Self {
+        // SAFETY: AVX2, by contract of the callers.
+        unsafe {
+            let bits = _mm256_and_si256(_mm256_srai_epi32::<4>(codes), _mm256_set1_epi32(E4M3_BITS));
+            Self(_mm256_castsi256_ps(bits))
+        }
+    }
+
+    /// The bfloat16 values whose low and high bytes the tables have for each byte's code.
+    #[inline(always)]
+    unsafe fn looked_up(low_bytes: __m256i, high_bytes: __m256i, codes: __m256i) -> [Self; 4] {
+        // SAFETY: AVX2, by contract of the callers.
+        unsafe {
+            let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
+            let [a, b] = Self::halves(_mm256_unpacklo_epi8(low, high));
+            let [c, d] = Self::halves(_mm256_unpackhi_epi8(low, high));
+            [a, b, c, d]
+        }
+    }
+
+    /// The even and the odd bfloat16 of each dword.
+    #[inline(always)]
+    unsafe fn halves(pairs: __m256i) -> [Self; 2] {
+        // SAFETY: AVX2, by contract of the callers.
+        unsafe {
+            let low = _mm256_slli_epi32::<16>(pairs);
+            let high = _mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF_0000_u32 as i32));
+            [Self(_mm256_castsi256_ps(low)), Self(_mm256_castsi256_ps(high))]
+        }
+    }
+}
+
+// SAFETY of every method: the processor has AVX2 and FMA, and pointers are valid as said, by the trait's contract.
+impl Vector for Avx2 {
+    const LANES: usize = 8;
+    /// The largest doubled code of each byte: `0xFE` for NaN alone.
+    type Seen = __m256i;
+
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        Self(unsafe { _mm256_setzero_ps() })
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        Self(unsafe { _mm256_set1_ps(x) })
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        Self(unsafe { _mm256_loadu_ps(p) })
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        unsafe { _mm256_storeu_ps(p, self.0) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, by: Self) -> Self {
+        Self(unsafe { _mm256_mul_ps(self.0, by.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(self, by: Self, plus: Self) -> Self {
+        Self(unsafe { _mm256_fmadd_ps(self.0, by.0, plus.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn min(self, bound: Self) -> Self {
+        // the instruction returns its second operand where either is NaN
+        Self(unsafe { _mm256_min_ps(bound.0, self.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn max(self, bound: Self) -> Self {
+        Self(unsafe { _mm256_max_ps(bound.0, self.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn sub(self, by: Self) -> Self {
+        Self(unsafe { _mm256_sub_ps(self.0, by.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, by: Self) -> Self {
+        Self(unsafe { _mm256_add_ps(self.0, by.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn pow2(self) -> Self {
+        unsafe {
+            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(self.0), _mm256_set1_epi32(127));
+            Self(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sum4(v: [Self; 4]) -> [f32; 4] {
+        unsafe {
+            let [Self(a), Self(b), Self(c), Self(d)] = v;
+            // lanes i + (i + 4) of a | b and of c | d
+            let ab = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
+            let cd = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(c, d), _mm256_permute2f128_ps::<0x31>(c, d));
+            // neighbours, then neighbours of neighbours: a a c c | b b d d
+            let pairs = _mm256_add_ps(_mm256_shuffle_ps::<0x88>(ab, cd), _mm256_shuffle_ps::<0xDD>(ab, cd));
+            let sums = _mm256_add_ps(pairs, _mm256_permute_ps::<0xB1>(pairs));
+            let (ac, bd) = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+            let mut out = [0.0; 4];
+            _mm_storeu_ps(
+                out.as_mut_ptr(),
+                _mm_unpacklo_ps(_mm_shuffle_ps::<0x88>(ac, ac), _mm_shuffle_ps::<0x88>(bd, bd)),
+            );
+            out
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn nothing_seen() -> __m256i {
+        unsafe { _mm256_setzero_si256() }
+    }
+
+    #[inline(always)]
+    unsafe fn saw_nan(seen: __m256i) -> bool {
+        unsafe { _mm256_movemask_epi8(_mm256_cmpeq_epi8(seen, _mm256_set1_epi8(-2))) != 0 }
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3(p: *const u8, seen: &mut __m256i) -> [Self; 4] {
+        unsafe {
+            let codes = _mm256_loadu_si256(p.cast());
+            *seen = _mm256_max_epu8(*seen, _mm256_add_epi8(codes, codes));
+            [
+                Self::top_byte(_mm256_slli_epi32::<24>(codes)),
+                Self::top_byte(_mm256_slli_epi32::<16>(codes)),
+                Self::top_byte(_mm256_slli_epi32::<8>(codes)),
+                Self::top_byte(codes),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
+        unsafe {
+            let first = E2M1_SCALED[usize::from(*scales)].as_ptr().cast::<__m128i>();
+            let second = E2M1_SCALED[usize::from(*scales.add(1))].as_ptr().cast::<__m128i>();
+            let low_bytes = _mm256_loadu2_m128i(second, first);
+            let high_bytes = _mm256_loadu2_m128i(second.add(1), first.add(1));
+            let codes = _mm256_loadu_si256(p.cast());
+            let nibble = _mm256_set1_epi8(15);
+            let even = _mm256_and_si256(codes, nibble);
+            let odd = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble);
+            let [a, b, c, d] = Self::looked_up(low_bytes, high_bytes, even);
+            let [e, f, g, h] = Self::looked_up(low_bytes, high_bytes, odd);
+            [a, b, c, d, e, f, g, h]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn bf16(p: *const u8) -> [Self; 2] {
+        unsafe { Self::halves(_mm256_loadu_si256(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3_values(p: *const u8) -> Self {
+        unsafe {
+            let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+            let top = _mm256_slli_epi32::<24>(codes);
+            let bits = _mm256_and_si256(_mm256_srai_epi32::<4>(top), _mm256_set1_epi32(E4M3_BITS));
+            let values = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps((1_u128 << 120) as f32));
+            let nan = _mm256_set1_epi32(0x7F);
+            let is_nan = _mm256_cmpeq_epi32(_mm256_and_si256(codes, nan), nan);
+            Self(_mm256_or_ps(values, _mm256_castsi256_ps(is_nan)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn bf16_values(p: *const u8) -> Self {
+        unsafe { Self(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))) }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
