@@ -1,5 +1,6 @@
 //! DeepSeek-V4 inside your own process.
 
+pub mod chat;
 pub mod error;
 pub mod sampler;
 pub mod session;
