@@ -31,6 +31,7 @@
 pub mod alloc;
 pub mod backend;
 pub mod cache;
+pub mod chat;
 pub mod engine;
 pub mod error;
 pub mod model;

@@ -1,0 +1,23 @@
+//! The chat format of V4: messages to prompt, and what the model writes back to messages.
+//!
+//! Encoding follows the official encoder byte for byte (model.md section 7) with one difference
+//! that is the point of [`Prompt`]: text from users never becomes a control token, whatever it
+//! spells. Decoding is incremental and never loses output: what is not well-formed comes out as
+//! [`Event::Malformed`] with its raw text.
+//!
+//! This module knows tokens by their spelling; ids come from the `tokenizer`.
+
+#![forbid(unsafe_code)]
+
+mod json;
+mod markers;
+mod message;
+mod options;
+mod prompt;
+mod render;
+mod tools;
+
+pub use message::{Message, Role, Task, ToolCall};
+pub use options::{ChatOptions, EffortRules, ReasoningEffort, ThinkingMode};
+pub use prompt::{Prompt, Segment};
+pub use render::{render, render_json};
