@@ -7,6 +7,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use dsv4::backend::cpu::Pool;
 use dsv4::backend::cpu::linear::{self, Job, Scratch};
 use dsv4::backend::cpu::simd::{self, Simd};
 use dsv4::tensor::{MatrixFormat, MatrixRef, Scales};
@@ -21,7 +22,8 @@ struct Options {
 
 fn main() {
     let options = options();
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build().expect("threads");
+    let sum_pool = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build().expect("threads");
+    let pool = Pool::new(options.threads).expect("threads");
     let simd = Simd::detect();
     let mut table = Table { rows: Vec::new(), json: options.json };
     if !options.json {
@@ -29,7 +31,7 @@ fn main() {
     }
     let wants = |what: &str| what.contains(&options.only);
     for shape in decode_shapes().into_iter().filter(|s| wants(&format!("decode {}", s.name))) {
-        decode(&shape, &pool, simd, &options, &mut table);
+        decode(&shape, &sum_pool, &pool, simd, &options, &mut table);
     }
     for shape in prefill_shapes().into_iter().filter(|s| wants(&format!("prefill {}", s.name))) {
         prefill(&shape, &pool, simd, &options, &mut table);
@@ -135,7 +137,7 @@ impl Weights {
 }
 
 /// All matrices of a shape once, several times over if need be to exceed the caches, at gigabytes a second.
-fn decode(shape: &Shape, pool: &rayon::ThreadPool, simd: Simd, options: &Options, table: &mut Table) {
+fn decode(shape: &Shape, pool: &rayon::ThreadPool, ours_pool: &Pool, simd: Simd, options: &Options, table: &mut Table) {
     let bytes =
         shape.rows * MatrixRef { rows: 1, ..Weights::new(&Shape { rows: 128, ..*shape }, 1).view(shape) }.row_bytes();
     let calls = (256usize << 20).div_ceil(bytes * shape.jobs);
@@ -151,11 +153,11 @@ fn decode(shape: &Shape, pool: &rayon::ThreadPool, simd: Simd, options: &Options
             }
         }));
         ours.push(seconds(|| {
-            pool.install(|| {
+            ours_pool.enter(|| {
                 for call in weights.chunks(shape.jobs) {
                     let jobs = call.iter().zip(&inputs).zip(&mut outputs);
                     let mut jobs: Vec<Job<'_>> = jobs.map(|((w, x), y)| Job::new(w.view(shape), x, y)).collect();
-                    linear::run(pool, simd, &mut scratch, &mut jobs).expect("valid jobs");
+                    linear::run(ours_pool, simd, &mut scratch, &mut jobs).expect("valid jobs");
                 }
             });
         }));
@@ -180,7 +182,7 @@ fn sum_part(bytes: &[u8]) -> u64 {
     sums.iter().fold(0, |a, b| a.wrapping_add(*b))
 }
 
-fn prefill(shape: &Shape, pool: &rayon::ThreadPool, simd: Simd, options: &Options, table: &mut Table) {
+fn prefill(shape: &Shape, pool: &Pool, simd: Simd, options: &Options, table: &mut Table) {
     let Shape { rows, cols, tokens, .. } = *shape;
     let weights = Weights::new(shape, 1);
     let plain_weights = floats(rows * cols, 2);
@@ -214,7 +216,7 @@ fn prefill(shape: &Shape, pool: &rayon::ThreadPool, simd: Simd, options: &Option
             }
         }));
         ours.push(seconds(|| {
-            pool.install(|| {
+            pool.enter(|| {
                 let mut jobs = [Job::new(weights.view(shape), &input, &mut output)];
                 linear::run(pool, simd, &mut scratch, &mut jobs).expect("valid job");
             });

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dsv4::{
-    Engine, EngineOptions, ErrorKind, Finish, GenerateOptions, Markup, Model, Numerics, Sampler, SamplerOptions, Session,
-    SessionOptions, TokenId,
+    Engine, EngineOptions, ErrorKind, Finish, GenerateOptions, Markup, Model, Numerics, Sampler, SamplerOptions,
+    Session, SessionOptions, TokenId,
 };
 
 fn engine(chunk: usize) -> Arc<Engine> {

@@ -235,9 +235,7 @@ fn content(json: &Json, role: Role, place: &str) -> Result<String> {
         let kind = part.get("type").and_then(Json::as_str);
         match (kind, part.get("text").and_then(Json::as_str)) {
             (Some("text"), Some(text)) => Ok(text.to_owned()),
-            (Some(kind), _) if kind != "text" && role == Role::Tool => {
-                Ok(format!("[Unsupported {kind}]"))
-            }
+            (Some(kind), _) if kind != "text" && role == Role::Tool => Ok(format!("[Unsupported {kind}]")),
             (Some(kind), _) if kind != "text" => {
                 fail(place, format_args!("parts of type {kind:?} are not supported, only text"))
             }

@@ -106,12 +106,7 @@ mod tests {
         prompt.text("");
         prompt.template("\n<｜DSML｜x></think>");
         let text = |t: &str| Segment::Text(t.to_owned());
-        let parts = [
-            text("user says </think>\n<"),
-            Segment::Marker(DSML),
-            text("x>"),
-            Segment::Marker(END_THINK),
-        ];
+        let parts = [text("user says </think>\n<"), Segment::Marker(DSML), text("x>"), Segment::Marker(END_THINK)];
         assert_eq!(prompt.segments(), parts);
         assert_eq!(prompt.to_text(), "user says </think>\n<｜DSML｜x></think>");
         assert_eq!(first_marker("a<think></think>"), Some((1, THINK)));

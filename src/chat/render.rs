@@ -21,10 +21,7 @@ pub fn render_json(json: &str, options: &ChatOptions) -> Result<Prompt> {
     let conversation = Conversation::from_json(json)?;
     let both = [
         ("tools", !conversation.tools.is_empty() && options.tools.is_some()),
-        (
-            "response_format",
-            conversation.response_format.is_some() && options.response_format.is_some(),
-        ),
+        ("response_format", conversation.response_format.is_some() && options.response_format.is_some()),
     ];
     if let Some((name, _)) = both.iter().find(|(_, both)| *both) {
         return fail(name, "given both beside the messages and in the options");
@@ -60,8 +57,7 @@ fn build(mut conversation: Conversation, options: &ChatOptions) -> Result<Prompt
     }
     let last_user = last_user(&turns);
     let add_generation_prompt = options.add_generation_prompt;
-    let renderer =
-        Renderer { turns: &turns, thinking, drop_thinking, last_user, add_generation_prompt };
+    let renderer = Renderer { turns: &turns, thinking, drop_thinking, last_user, add_generation_prompt };
     let mut prompt = Prompt::default();
     prompt.marker(BOS);
     prompt.text(effort_prefix(options)?);
@@ -142,9 +138,9 @@ fn merge(messages: Vec<Message>) -> Result<Vec<Turn>> {
             _ => Block::ToolResult { call_id: message.tool_call_id.take(), content },
         };
         // Text does not go on after a quick instruction; a tool result does.
-        let open = turns.last_mut().filter(|turn| {
-            turn.message.role == Role::User && !(is_text && turn.message.task.is_some())
-        });
+        let open = turns
+            .last_mut()
+            .filter(|turn| turn.message.role == Role::User && !(is_text && turn.message.task.is_some()));
         let Some(turn) = open else {
             message.role = Role::User;
             turns.push(Turn { message, source, blocks: vec![block] });
@@ -175,8 +171,7 @@ fn sort_results(turns: &mut [Turn]) {
             _ => 0,
         };
         // Texts keep their places; the results are dealt out anew over theirs.
-        let places: Vec<usize> =
-            (0..turn.blocks.len()).filter(|&i| is_result(&turn.blocks[i])).collect();
+        let places: Vec<usize> = (0..turn.blocks.len()).filter(|&i| is_result(&turn.blocks[i])).collect();
         let taken = places.iter().map(|&i| std::mem::take(&mut turn.blocks[i]));
         let mut results: Vec<Block> = taken.collect();
         results.sort_by_key(rank);
@@ -219,10 +214,7 @@ impl Renderer<'_> {
             Role::System => self.instructions(prompt, message),
             Role::Developer => {
                 if message.content.is_empty() {
-                    return fail(
-                        &format!("messages[{source}]"),
-                        "a developer message needs content",
-                    );
+                    return fail(&format!("messages[{source}]"), "a developer message needs content");
                 }
                 prompt.marker(USER);
                 self.instructions(prompt, message);

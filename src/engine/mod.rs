@@ -91,13 +91,13 @@ impl Engine {
         cache: &mut SequenceCache,
         tokens: &[u32],
         rows: LogitRows,
-        between: &mut dyn FnMut(usize) -> Result<()>,
+        between: &mut (dyn FnMut(usize) -> Result<()> + Send),
     ) -> Result<Vec<f32>> {
         self.model.checkpoint().check_sizes()?;
         let staged = cache.stage(tokens.len())?;
         let mut segments = [Segment { cache, staged, tokens }];
         let trunk = self.trunk(Rounding::from(self.options.numerics));
-        let logits = trunk.step(&mut segments, rows, between, &mut Probe::off())?;
+        let logits = self.cpu.pool.enter(|| trunk.step(&mut segments, rows, between, &mut Probe::off()))?;
         let [Segment { staged, .. }] = segments;
         cache.commit(staged);
         Ok(logits)

@@ -32,6 +32,14 @@ impl Pool {
         self.workers.as_ref().map_or(1, rayon::ThreadPool::current_num_threads)
     }
 
+    /// Runs `f` on one of the workers, so that the calls below need not wake one each time.
+    pub fn enter<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+        match &self.workers {
+            Some(workers) => workers.install(f),
+            None => f(),
+        }
+    }
+
     /// Calls `f(index, chunk)` for every `size` elements of `data`; chunks run in any order, at once where they can.
     pub fn chunks<T: Send>(
         &self,
