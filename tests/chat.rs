@@ -7,6 +7,7 @@ use dsv4::chat::{
     ChatOptions, EffortRules, Message, ReasoningEffort, Role, Segment, ThinkingMode, render, render_json,
 };
 use dsv4::tokenizer::{Markup, TokenKind, Tokenizer};
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 const BOS: &str = "<｜begin▁of▁sentence｜>";
@@ -421,4 +422,30 @@ fn a_control_token_that_the_tokenizer_lacks_is_named() {
     let e = prompt.encode(&tokenizer).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Tokenizer);
     assert_eq!(e.message(), "the tokenizer has no control token <｜query｜>");
+}
+
+/// Requests that hold every kind of field, for the fuzzer to damage.
+const REQUEST: &str = r#"{"tools": [{"type": "function", "function": {"name": "f", "x": 1e3}}], "messages": [
+ {"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "\u00e9"}], "task": "query"},
+ {"role": "assistant", "reasoning_content": "R", "content": null, "tool_calls": [
+  {"id": "a", "function": {"name": "f", "arguments": "{\"k\": [1]}"}}]}, {"role": "tool", "tool_call_id": "a", "content": "r"}]}"#;
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn damaged_requests_are_rendered_or_refused_and_never_panic(
+        edits in prop::collection::vec((any::<prop::sample::Index>(), "[\\[\\]{}\",:0-9a-z\\\\]{0,2}", 0usize..4), 1..4),
+    ) {
+        let mut request = REQUEST.to_owned();
+        prop_assert!(render_json(&request, &thinking()).is_ok());
+        for (place, text, removed) in edits {
+            let at = place.index(request.len());
+            request.replace_range(at..request.len().min(at + removed), &text);
+        }
+        match render_json(&request, &thinking()) {
+            Ok(prompt) => prop_assert!(prompt.to_text().starts_with(BOS)),
+            Err(e) => prop_assert_eq!(e.kind(), ErrorKind::Chat),
+        }
+    }
 }

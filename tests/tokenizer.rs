@@ -1,7 +1,7 @@
 //! The tokenizer over the model in `examples/`, and over the full V4 tokenizer where it is at hand.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use dsv4::tokenizer::{Detokenizer, Markup, TokenKind, Tokenizer};
 use dsv4::{ErrorKind, TokenId};
@@ -16,9 +16,15 @@ fn tiny_json() -> Vec<u8> {
     std::fs::read(root().join("examples/models/tiny-v4/tokenizer.json")).unwrap()
 }
 
-fn tiny() -> Tokenizer {
-    Tokenizer::from_file(&root().join("examples/models/tiny-v4/tokenizer.json")).unwrap()
+fn tiny() -> Arc<Tokenizer> {
+    static TINY: LazyLock<Arc<Tokenizer>> =
+        LazyLock::new(|| Arc::new(Tokenizer::from_bytes(&tiny_json()).unwrap()));
+    TINY.clone()
 }
+
+/// Hugging Face's own pipeline over the same file.
+static HUGGING_FACE: LazyLock<tokenizers::Tokenizer> =
+    LazyLock::new(|| tokenizers::Tokenizer::from_bytes(tiny_json()).unwrap());
 
 /// A file of the shared data folder (`DSV4_SHARED`, or `../shared` beside the checkout), or `None`
 /// with a line that says the test is skipped.
@@ -129,14 +135,14 @@ fn an_id_outside_the_vocabulary_is_named() {
         assert_eq!(e.kind(), ErrorKind::Tokenizer);
         assert_eq!(e.message(), "token id 3712 is not in the vocabulary of 3712 tokens");
     }
-    let mut detokenizer = Detokenizer::new(Arc::new(tokenizer));
+    let mut detokenizer = Detokenizer::new(tokenizer);
     assert!(detokenizer.push(u32::MAX).unwrap_err().message().contains("4294967295"));
     assert_eq!(detokenizer.finish(), "");
 }
 
 #[test]
 fn pieces_that_split_a_code_point_come_out_whole() {
-    let tokenizer = Arc::new(tiny());
+    let tokenizer = tiny();
     let ids = tokenizer.encode("a😀漢é", Markup::Text).unwrap();
     assert!(ids.len() > 4, "the tiny vocabulary has no token for these code points: {ids:?}");
     let mut detokenizer = Detokenizer::new(tokenizer.clone());
@@ -192,8 +198,7 @@ proptest! {
 
     #[test]
     fn parsing_markup_gives_what_hugging_face_gives(text in awkward_text()) {
-        let theirs = tokenizers::Tokenizer::from_bytes(tiny_json()).unwrap();
-        let want = theirs.encode(text.as_str(), false).unwrap();
+        let want = HUGGING_FACE.encode(text.as_str(), false).unwrap();
         prop_assert_eq!(tiny().encode(&text, Markup::Parse).unwrap(), want.get_ids());
     }
 
@@ -210,7 +215,7 @@ proptest! {
 
     #[test]
     fn streaming_any_ids_equals_decoding_them_at_once(ids in prop::collection::vec(0u32..3712, 0..64)) {
-        let tokenizer = Arc::new(tiny());
+        let tokenizer = tiny();
         let mut detokenizer = Detokenizer::new(tokenizer.clone());
         let mut text: String = ids.iter().map(|&id| detokenizer.push(id).unwrap()).collect();
         text.push_str(&detokenizer.finish());
