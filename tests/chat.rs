@@ -1,6 +1,9 @@
 //! Messages to prompts: the official tests where they are at hand, and every rule of the format.
 
-use std::path::{Path, PathBuf};
+#[path = "common/shared.rs"]
+mod shared;
+
+use std::path::Path;
 
 use dsv4::ErrorKind;
 use dsv4::chat::{
@@ -19,16 +22,6 @@ fn root() -> &'static Path {
 
 fn tiny() -> Tokenizer {
     Tokenizer::from_file(&root().join("examples/models/tiny-v4/tokenizer.json")).unwrap()
-}
-
-fn shared(file: &str) -> Option<PathBuf> {
-    let folder = std::env::var_os("DSV4_SHARED").map_or(root().join("../shared"), PathBuf::from);
-    let path = folder.join(file);
-    if path.exists() {
-        return Some(path);
-    }
-    eprintln!("SKIPPED: {} is not there (set DSV4_SHARED)", path.display());
-    None
 }
 
 fn chat() -> ChatOptions {
@@ -52,13 +45,13 @@ fn refused(messages: Value, reason: &str) {
 /// Pitfall 90: the official format, not a fallback.
 #[test]
 fn the_official_tests_are_reproduced_byte_for_byte() {
-    let Some(folder) = shared("data/encoding_v4_tests") else { return };
+    let Some(folder) = shared::shared("chat", "data/encoding_v4_tests") else { return };
     for (number, options) in [(1, thinking()), (2, thinking()), (3, thinking()), (4, chat())] {
         let input = std::fs::read_to_string(folder.join(format!("test_input_{number}.json"))).unwrap();
         let output = std::fs::read_to_string(folder.join(format!("test_output_{number}.txt"))).unwrap();
         let prompt = render_json(&input, &options).unwrap();
         assert_eq!(prompt.to_text(), output, "test {number}");
-        let Some(path) = shared("data/tokenizer/tokenizer.json") else { continue };
+        let Some(path) = shared::shared("chat", "data/tokenizer/tokenizer.json") else { continue };
         let tokenizer = Tokenizer::from_file(&path).unwrap();
         let whole = tokenizer.encode(&output, Markup::Parse).unwrap();
         assert_eq!(prompt.encode(&tokenizer).unwrap(), whole, "test {number}");

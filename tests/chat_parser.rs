@@ -4,8 +4,7 @@
 use std::path::Path;
 
 use dsv4::chat::{
-    ChatOptions, Event, Message, Parser, Reply, Role, ThinkingMode, ToolCall, parse, render,
-    render_json,
+    ChatOptions, Event, Message, Parser, Reply, Role, ThinkingMode, ToolCall, parse, render, render_json,
 };
 use dsv4::tokenizer::{Markup, Tokenizer};
 use proptest::prelude::*;
@@ -27,10 +26,9 @@ fn joined(events: impl IntoIterator<Item = Event>) -> Vec<Event> {
         match (all.last_mut(), &event) {
             (Some(Event::ReasoningDelta(last)), Event::ReasoningDelta(text)) => last.push_str(text),
             (Some(Event::ContentDelta(last)), Event::ContentDelta(text)) => last.push_str(text),
-            (
-                Some(Event::ToolCallArgumentDelta { json: last, .. }),
-                Event::ToolCallArgumentDelta { json, .. },
-            ) => last.push_str(json),
+            (Some(Event::ToolCallArgumentDelta { json: last, .. }), Event::ToolCallArgumentDelta { json, .. }) => {
+                last.push_str(json)
+            }
             _ => all.push(event),
         }
     }
@@ -39,8 +37,7 @@ fn joined(events: impl IntoIterator<Item = Event>) -> Vec<Event> {
 
 fn fed<'a>(thinking: ThinkingMode, parts: impl IntoIterator<Item = &'a [u8]>) -> Vec<Event> {
     let mut parser = Parser::new(thinking);
-    let mut events: Vec<Event> =
-        parts.into_iter().flat_map(|part| parser.push_bytes(part)).collect();
+    let mut events: Vec<Event> = parts.into_iter().flat_map(|part| parser.push_bytes(part)).collect();
     events.extend(parser.finish());
     assert!(parser.finish().is_empty(), "finishing twice gives nothing");
     joined(events)
@@ -52,11 +49,7 @@ fn reply(text: &str, thinking: ThinkingMode) -> Reply {
     let whole = fed(thinking, [bytes]);
     assert_eq!(fed(thinking, bytes.chunks(1)), whole, "byte by byte: {text}");
     for cut in 0..bytes.len() {
-        assert_eq!(
-            fed(thinking, [&bytes[..cut], &bytes[cut..]]),
-            whole,
-            "cut at byte {cut}: {text}"
-        );
+        assert_eq!(fed(thinking, [&bytes[..cut], &bytes[cut..]]), whole, "cut at byte {cut}: {text}");
     }
     assert_eq!(whole.iter().filter(|e| **e == Event::End).count(), 1);
     assert_eq!(whole.last(), Some(&Event::End));
@@ -96,9 +89,7 @@ fn calls(reply: &Reply) -> Vec<(&str, &str)> {
 }
 
 fn invoke(body: &str) -> String {
-    format!(
-        "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n{body}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
-    )
+    format!("<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n{body}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>")
 }
 
 #[test]
@@ -106,10 +97,7 @@ fn reasoning_content_and_calls_come_apart() {
     let r = reply(&format!("I think.\n</think>Well:{CALL}"), Thinking);
     assert_eq!(r.reasoning_content, "I think.\n");
     assert_eq!(r.content, "Well:");
-    assert_eq!(
-        calls(&r),
-        [("f", "{\"s\": \"a \\\"b\\\"\\n</parameter>\", \"n\": [1, {\"k\": null}]}"), ("g", "{}")]
-    );
+    assert_eq!(calls(&r), [("f", "{\"s\": \"a \\\"b\\\"\\n</parameter>\", \"n\": [1, {\"k\": null}]}"), ("g", "{}")]);
     assert!(r.malformed.is_empty());
 
     let r = reply("Just text.\n\nWith <tags> & 1 < 2 </b>\n\n", Chat);
@@ -120,7 +108,8 @@ fn reasoning_content_and_calls_come_apart() {
 #[test]
 fn events_arrive_while_the_call_is_written() {
     let mut parser = Parser::new(Chat);
-    let head = "Hi\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"s\" string=\"true\">ab";
+    let head =
+        "Hi\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"s\" string=\"true\">ab";
     let events = parser.push_text(head);
     assert_eq!(
         events,
@@ -130,15 +119,9 @@ fn events_arrive_while_the_call_is_written() {
             Event::ToolCallArgumentDelta { index: 0, json: "{\"s\": \"ab".into() },
         ]
     );
-    assert_eq!(
-        parser.push_text("\n"),
-        [Event::ToolCallArgumentDelta { index: 0, json: "\\n".into() }]
-    );
+    assert_eq!(parser.push_text("\n"), [Event::ToolCallArgumentDelta { index: 0, json: "\\n".into() }]);
     let tail = "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>";
-    let ended = [
-        Event::ToolCallArgumentDelta { index: 0, json: "\"}".into() },
-        Event::ToolCallEnd { index: 0 },
-    ];
+    let ended = [Event::ToolCallArgumentDelta { index: 0, json: "\"}".into() }, Event::ToolCallEnd { index: 0 }];
     assert_eq!(parser.push_text(tail), ended);
     assert_eq!(parser.push_text("<｜end▁of▁sentence｜>x"), [Event::End]);
     assert_eq!(parser.push_text("more"), []);
@@ -153,12 +136,7 @@ fn missing_and_repeated_think_tags_do_not_mix_up_the_channels() {
         (r.reasoning_content, r.content, r.tool_calls.len(), r.malformed)
     };
     let of = |reasoning: &str, content: &str, calls, malformed: &[&str]| {
-        (
-            reasoning.to_owned(),
-            content.to_owned(),
-            calls,
-            malformed.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>(),
-        )
+        (reasoning.to_owned(), content.to_owned(), calls, malformed.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>())
     };
     // Missing </think>: it was all reasoning, unless a tool call ends it.
     assert_eq!(parts("never ends", Thinking), of("never ends", "", 0, &[]));
@@ -171,10 +149,7 @@ fn missing_and_repeated_think_tags_do_not_mix_up_the_channels() {
     assert_eq!(parts("<think>R</think>C", Chat), of("R", "C", 0, &[]));
     assert_eq!(parts("</think>C", Chat), of("", "C", 0, &[]));
     assert_eq!(parts("C</think>D", Chat), of("", "CD", 0, &["</think>"]));
-    assert_eq!(
-        parts("R</think>C</think>D<think>E", Thinking),
-        of("R", "CDE", 0, &["</think>", "<think>"])
-    );
+    assert_eq!(parts("R</think>C</think>D<think>E", Thinking), of("R", "CDE", 0, &["</think>", "<think>"]));
     // Empty thinking, then a call.
     assert_eq!(parts(&format!("</think>{CALL}"), Thinking), of("", "", 2, &[]));
     assert_eq!(parts("</thi", Thinking), of("</thi", "", 0, &[]));
@@ -236,8 +211,7 @@ fn output_that_stops_within_a_tag_shows_none_of_it() {
         let is_whole = !has_begun || cut == block_end;
         assert_eq!(r.malformed.is_empty(), is_whole, "cut at {cut}: {:?}", r.malformed);
     }
-    for half in ["<｜", "<｜DSML", "</｜DSML｜", "<｜DSML｜tool_ca", "｜DS", "<｜end▁of"]
-    {
+    for half in ["<｜", "<｜DSML", "</｜DSML｜", "<｜DSML｜tool_ca", "｜DS", "<｜end▁of"] {
         let r = reply(&format!("C{half}"), Chat);
         assert_eq!((r.content.as_str(), r.malformed), ("C", vec![half.to_owned()]));
     }
@@ -260,10 +234,7 @@ fn tags_outside_of_a_block_are_malformed() {
     assert_eq!(malformed("a</｜DSML｜parameter>b"), of("ab", "</｜DSML｜parameter>"));
     let lone = "<｜DSML｜invoke name=\"f\">\nsecret</｜DSML｜invoke>";
     assert_eq!(malformed(&format!("a\n{lone}b")), of("a\nb", lone));
-    assert_eq!(
-        malformed("a<｜DSML｜<｜DSML｜tool_calls>\n</｜DSML｜tool_calls>"),
-        of("a", "<｜DSML｜")
-    );
+    assert_eq!(malformed("a<｜DSML｜<｜DSML｜tool_calls>\n</｜DSML｜tool_calls>"), of("a", "<｜DSML｜"));
 }
 
 #[test]
@@ -304,9 +275,7 @@ fn tokens_split_on_ids_and_not_on_spellings() {
 #[test]
 fn tokens_and_text_give_the_same_answer() {
     let tokenizer = tiny();
-    for text in
-        [format!("R 漢😀</think>C{CALL}"), format!("R{CALL}"), "R</think>C<｜DSML｜x".to_owned()]
-    {
+    for text in [format!("R 漢😀</think>C{CALL}"), format!("R{CALL}"), "R</think>C<｜DSML｜x".to_owned()] {
         let mut parser = Parser::new(Thinking);
         let mut events = Vec::new();
         for id in tokenizer.encode(&text, Markup::Parse).unwrap() {
@@ -320,9 +289,8 @@ fn tokens_and_text_give_the_same_answer() {
 /// Pitfall 87.
 #[test]
 fn thirty_two_interleaved_parsers_share_no_state() {
-    let texts: Vec<String> = (0..32)
-        .map(|n| format!("R{n}</think>C{n}{}", CALL.replace("\"f\"", &format!("\"f{n}\""))))
-        .collect();
+    let texts: Vec<String> =
+        (0..32).map(|n| format!("R{n}</think>C{n}{}", CALL.replace("\"f\"", &format!("\"f{n}\"")))).collect();
     let mut parsers: Vec<Parser> = (0..32).map(|_| Parser::new(Thinking)).collect();
     let mut replies = vec![Reply::default(); 32];
     let longest = texts.iter().map(String::len).max().unwrap();
@@ -334,10 +302,7 @@ fn thirty_two_interleaved_parsers_share_no_state() {
         }
     }
     for (n, reply) in replies.iter().enumerate() {
-        assert_eq!(
-            (reply.reasoning_content.clone(), reply.content.clone()),
-            (format!("R{n}"), format!("C{n}"))
-        );
+        assert_eq!((reply.reasoning_content.clone(), reply.content.clone()), (format!("R{n}"), format!("C{n}")));
         assert_eq!(reply.tool_calls[0].name, format!("f{n}"));
         assert_eq!(*reply, parse(&texts[n], Thinking));
     }
@@ -351,8 +316,7 @@ fn a_megabyte_without_an_end_is_parsed_in_time() {
     }
     let open = format!("<｜DSML｜invoke name=\"{}", ">".repeat(1 << 20));
     assert!(!parse(&open, Chat).malformed.is_empty());
-    let value =
-        invoke(&format!("<｜DSML｜parameter name=\"a\" string=\"true\">{}", "<｜".repeat(1 << 18)));
+    let value = invoke(&format!("<｜DSML｜parameter name=\"a\" string=\"true\">{}", "<｜".repeat(1 << 18)));
     assert_eq!(parse(&value, Chat).malformed.len(), 1);
     assert!(start.elapsed().as_secs() < 30);
 }

@@ -276,8 +276,7 @@ impl Parser {
         }
         if let Some(tag) = &mut self.tag {
             // `<｜DSML｜…<｜DSML｜`: the second `<` opens another tag.
-            let opening =
-                if *marker == Marker::Dsml { split_opening(&mut tag.body) } else { String::new() };
+            let opening = if *marker == Marker::Dsml { split_opening(&mut tag.body) } else { String::new() };
             self.bad_tag();
             self.held.push_str(&opening);
         }
@@ -501,11 +500,15 @@ impl Parser {
             return;
         }
         self.shown |= !text.trim().is_empty();
-        match (self.events.last_mut(), channel) {
-            (Some(Event::ReasoningDelta(last)), Channel::Reasoning) => last.push_str(text),
-            (Some(Event::ContentDelta(last)), Channel::Content) => last.push_str(text),
-            (_, Channel::Reasoning) => self.events.push(Event::ReasoningDelta(text.to_owned())),
-            (_, Channel::Content) => self.events.push(Event::ContentDelta(text.to_owned())),
+        let last = match (self.events.last_mut(), channel) {
+            (Some(Event::ReasoningDelta(last)), Channel::Reasoning)
+            | (Some(Event::ContentDelta(last)), Channel::Content) => Some(last),
+            _ => None,
+        };
+        match (last, channel) {
+            (Some(last), _) => last.push_str(text),
+            (None, Channel::Reasoning) => self.events.push(Event::ReasoningDelta(text.to_owned())),
+            (None, Channel::Content) => self.events.push(Event::ContentDelta(text.to_owned())),
         }
     }
 

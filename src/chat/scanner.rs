@@ -93,9 +93,7 @@ fn first_spelling(text: &str) -> Option<(usize, &'static str)> {
 /// Where the longest end of `text` starts that could become a control token; its length if none.
 fn beginning_at_end(text: &str) -> usize {
     let longest = SPELLINGS.iter().map(|spelling| spelling.len()).max().unwrap_or(0);
-    let may_begin = |at: &usize| {
-        text.is_char_boundary(*at) && SPELLINGS.iter().any(|s| s.starts_with(&text[*at..]))
-    };
+    let may_begin = |at: &usize| text.is_char_boundary(*at) && SPELLINGS.iter().any(|s| s.starts_with(&text[*at..]));
     (text.len().saturating_sub(longest)..text.len()).find(may_begin).unwrap_or(text.len())
 }
 

@@ -72,9 +72,7 @@ mod tests {
     #[test]
     fn only_the_exact_forms_are_tags() {
         let invoke = |name: &str| Reading::Complete(Tag::Invoke { name: name.into() });
-        let parameter = |name: &str, is_string| {
-            Reading::Complete(Tag::Parameter { name: name.into(), is_string })
-        };
+        let parameter = |name: &str, is_string| Reading::Complete(Tag::Parameter { name: name.into(), is_string });
         for (body, reading) in [
             ("tool_calls>", Reading::Complete(Tag::ToolCalls)),
             ("tool_calls", Reading::Incomplete),
