@@ -1,12 +1,16 @@
 //! Messages to prompts: the official tests where they are at hand, and every rule of the format.
 
-use std::path::{Path, PathBuf};
+#[path = "common/shared.rs"]
+mod shared;
+
+use std::path::Path;
 
 use dsv4::ErrorKind;
 use dsv4::chat::{
     ChatOptions, EffortRules, Message, ReasoningEffort, Role, Segment, ThinkingMode, render, render_json,
 };
 use dsv4::tokenizer::{Markup, TokenKind, Tokenizer};
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 const BOS: &str = "<｜begin▁of▁sentence｜>";
@@ -18,16 +22,6 @@ fn root() -> &'static Path {
 
 fn tiny() -> Tokenizer {
     Tokenizer::from_file(&root().join("examples/models/tiny-v4/tokenizer.json")).unwrap()
-}
-
-fn shared(file: &str) -> Option<PathBuf> {
-    let folder = std::env::var_os("DSV4_SHARED").map_or(root().join("../shared"), PathBuf::from);
-    let path = folder.join(file);
-    if path.exists() {
-        return Some(path);
-    }
-    eprintln!("SKIPPED: {} is not there (set DSV4_SHARED)", path.display());
-    None
 }
 
 fn chat() -> ChatOptions {
@@ -51,13 +45,13 @@ fn refused(messages: Value, reason: &str) {
 /// Pitfall 90: the official format, not a fallback.
 #[test]
 fn the_official_tests_are_reproduced_byte_for_byte() {
-    let Some(folder) = shared("data/encoding_v4_tests") else { return };
+    let Some(folder) = shared::shared("chat", "data/encoding_v4_tests") else { return };
     for (number, options) in [(1, thinking()), (2, thinking()), (3, thinking()), (4, chat())] {
         let input = std::fs::read_to_string(folder.join(format!("test_input_{number}.json"))).unwrap();
         let output = std::fs::read_to_string(folder.join(format!("test_output_{number}.txt"))).unwrap();
         let prompt = render_json(&input, &options).unwrap();
         assert_eq!(prompt.to_text(), output, "test {number}");
-        let Some(path) = shared("data/tokenizer/tokenizer.json") else { continue };
+        let Some(path) = shared::shared("chat", "data/tokenizer/tokenizer.json") else { continue };
         let tokenizer = Tokenizer::from_file(&path).unwrap();
         let whole = tokenizer.encode(&output, Markup::Parse).unwrap();
         assert_eq!(prompt.encode(&tokenizer).unwrap(), whole, "test {number}");
@@ -421,4 +415,30 @@ fn a_control_token_that_the_tokenizer_lacks_is_named() {
     let e = prompt.encode(&tokenizer).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Tokenizer);
     assert_eq!(e.message(), "the tokenizer has no control token <｜query｜>");
+}
+
+/// Requests that hold every kind of field, for the fuzzer to damage.
+const REQUEST: &str = r#"{"tools": [{"type": "function", "function": {"name": "f", "x": 1e3}}], "messages": [
+ {"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "\u00e9"}], "task": "query"},
+ {"role": "assistant", "reasoning_content": "R", "content": null, "tool_calls": [
+  {"id": "a", "function": {"name": "f", "arguments": "{\"k\": [1]}"}}]}, {"role": "tool", "tool_call_id": "a", "content": "r"}]}"#;
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn damaged_requests_are_rendered_or_refused_and_never_panic(
+        edits in prop::collection::vec((any::<prop::sample::Index>(), "[\\[\\]{}\",:0-9a-z\\\\]{0,2}", 0usize..4), 1..4),
+    ) {
+        let mut request = REQUEST.to_owned();
+        prop_assert!(render_json(&request, &thinking()).is_ok());
+        for (place, text, removed) in edits {
+            let at = place.index(request.len());
+            request.replace_range(at..request.len().min(at + removed), &text);
+        }
+        match render_json(&request, &thinking()) {
+            Ok(prompt) => prop_assert!(prompt.to_text().starts_with(BOS)),
+            Err(e) => prop_assert_eq!(e.kind(), ErrorKind::Chat),
+        }
+    }
 }

@@ -13,11 +13,17 @@ mod json;
 mod markers;
 mod message;
 mod options;
+mod parser;
 mod prompt;
 mod render;
+mod reply;
+mod scanner;
+mod tag;
 mod tools;
 
 pub use message::{Message, Role, Task, ToolCall};
 pub use options::{ChatOptions, EffortRules, ReasoningEffort, ThinkingMode};
+pub use parser::{Event, Parser};
 pub use prompt::{Prompt, Segment};
 pub use render::{render, render_json};
+pub use reply::{Reply, parse};

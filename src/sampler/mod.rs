@@ -19,7 +19,8 @@ mod scan;
 mod weights;
 
 use crate::TokenId;
-use crate::error::{Error, Result, bail};
+use crate::alloc;
+use crate::error::{Result, bail};
 
 use nucleus::Cut;
 pub use options::SamplerOptions;
@@ -119,7 +120,7 @@ impl Sampler {
         let max = checked_max(logits)?;
         let vocab = logits.len();
         self.adjusted.clear();
-        reserve(&mut self.adjusted, vocab, "logits")?;
+        alloc::reserve("the sampler's logits", &mut self.adjusted, vocab)?;
         self.adjusted.extend_from_slice(logits);
         if self.penalties.is_empty() && self.options.logit_bias.is_empty() {
             return Ok(max);
@@ -167,12 +168,4 @@ pub fn logprobs(logits: &[f32], id: TokenId) -> Result<f64> {
 fn first_equal(logits: &[f32], max: f32) -> TokenId {
     let found = logits.iter().zip(0..).find(|&(&logit, _)| logit == max);
     found.map_or(0, |(_, id)| id)
-}
-
-/// Makes room for `len` elements in an empty vector, or says how many bytes were refused.
-fn reserve<T>(vec: &mut Vec<T>, len: usize, what: &str) -> Result<()> {
-    vec.try_reserve_exact(len).map_err(|_| {
-        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-        Error::out_of_memory(format_args!("the sampler's {what}"), bytes)
-    })
 }

@@ -6,9 +6,10 @@
 
 use std::cmp::Reverse;
 
+use super::scan;
 use super::weights::Weights;
-use super::{reserve, scan};
 use crate::TokenId;
+use crate::alloc;
 use crate::error::Result;
 
 /// The three limits, validated.
@@ -63,7 +64,7 @@ pub(super) fn cut(logits: &[f32], weights: &Weights, limits: &Limits, keys: &mut
         false => (f32::NEG_INFINITY, top_p_floor(weights_of, limits.top_p)),
     };
     keys.clear();
-    reserve(keys, logits.len(), "candidates")?;
+    alloc::reserve("the sampler's candidates", keys, logits.len())?;
     let rows = (0..).zip(logits).zip(weights_of);
     let likely = rows.filter(|&((_, &l), &w)| (w >= floor_weight) & (l >= floor_logit));
     keys.extend(likely.map(|((id, &logit), _)| key(logit, id)));
@@ -93,7 +94,7 @@ fn top_k_floor(logits: &[f32], top_k: usize, keys: &mut Vec<u64>) -> Result<f32>
         return Ok(f32::NEG_INFINITY);
     }
     keys.clear();
-    reserve(keys, blocks, "candidates")?;
+    alloc::reserve("the sampler's candidates", keys, blocks)?;
     let numbered = (0..).zip(logits.chunks(BLOCK));
     keys.extend(numbered.map(|(block, chunk)| key(scan::max(chunk), block)));
     let kth = *keys.select_nth_unstable_by_key(top_k - 1, |&key| Reverse(key)).1;

@@ -68,8 +68,7 @@ impl SamplerOptions {
         if temperature == 0.0 && !self.greedy {
             bail!(InvalidArgument, "temperature is 0: ask for greedy decoding with greedy = true");
         }
-        let unused = self.greedy && temperature == 0.0;
-        if !unused && !(temperature.is_finite() && temperature > 0.0) {
+        if !(0.0..=f32::MAX).contains(&temperature) {
             bail!(InvalidArgument, "temperature is {temperature}, it must be finite and above 0");
         }
         if !(top_p > 0.0 && top_p <= 1.0) {

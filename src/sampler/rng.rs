@@ -1,9 +1,9 @@
-//! Random numbers: SplitMix64 (Steele, Lea, Flood 2014) read as a function of (seed, counter).
+//! Random numbers: `SplitMix64` (Steele, Lea, Flood 2014) read as a function of (seed, counter).
 //!
 //! Integer arithmetic only, so every platform gives the same numbers, and a counter makes the
 //! state two words that can be saved and forked. Not for cryptography.
 
-/// 2^64 divided by the golden ratio, odd: the step of SplitMix64.
+/// 2^64 divided by the golden ratio, odd: the step of `SplitMix64`.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The n-th number depends on the seed and n alone.

@@ -1,6 +1,6 @@
 //! Softmax numerators as integers: exact sums in any order, the same on every platform.
 
-use super::reserve;
+use crate::alloc;
 use crate::error::Result;
 
 /// Tokens per inner loop of [`Weights::fill`].
@@ -22,7 +22,7 @@ impl Weights {
         let one_bits = 62 - vocab_bits;
         self.one = 1 << one_bits;
         self.values.clear();
-        reserve(&mut self.values, logits.len(), "weights")?;
+        alloc::reserve("the sampler's weights", &mut self.values, logits.len())?;
         // In two short loops per block, so that the first one vectorises.
         let mut relative = [0.0; BLOCK];
         for block in logits.chunks(BLOCK) {
