@@ -1,0 +1,7 @@
+//! What several test binaries share.
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+pub mod checkpoint;
+pub mod draw;
+pub mod golden;
+pub mod metrics;
