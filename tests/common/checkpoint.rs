@@ -123,6 +123,11 @@ pub fn cached(name: &str, recipe: &Recipe, sha256: &BTreeMap<String, String>) ->
     home
 }
 
+/// Hex digest of a file.
+pub fn sha256(path: &Path) -> String {
+    hex(&Sha256::digest(fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))))
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

@@ -5,3 +5,4 @@ pub mod checkpoint;
 pub mod draw;
 pub mod golden;
 pub mod metrics;
+pub mod subject;
