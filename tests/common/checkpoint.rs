@@ -125,7 +125,9 @@ pub fn cached(name: &str, recipe: &Recipe, sha256: &BTreeMap<String, String>) ->
 
 /// Hex digest of a file.
 pub fn sha256(path: &Path) -> String {
-    hex(&Sha256::digest(fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))))
+    hex(&Sha256::digest(
+        fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display())),
+    ))
 }
 
 fn hex(bytes: &[u8]) -> String {
