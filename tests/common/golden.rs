@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::checkpoint::{self, Recipe};
+use super::shared::shared;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -28,25 +29,9 @@ pub fn committed() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens")
 }
 
-/// The folder that development machines share: `DSV4_SHARED`, else `../shared` beside the repository.
-pub fn shared() -> Option<PathBuf> {
-    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
-    let folder = std::env::var_os("DSV4_SHARED").map_or_else(beside, PathBuf::from);
-    folder.is_dir().then_some(folder)
-}
-
 /// A model of the development family; `None`, said aloud, where the shared folder is absent.
 pub fn dev(name: &str) -> Option<Golden> {
-    let home = shared().map(|folder| folder.join("goldens/dev").join(name));
-    match home.filter(|home| home.is_dir()) {
-        Some(home) => Some(Golden::open(&home)),
-        None => {
-            eprintln!(
-                "SKIPPED: goldens/dev/{name} needs the shared folder (DSV4_SHARED or ../shared)"
-            );
-            None
-        }
-    }
+    shared(&format!("golden {name}"), &format!("goldens/dev/{name}")).map(|home| Golden::open(&home))
 }
 
 impl Golden {

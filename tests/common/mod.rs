@@ -5,4 +5,5 @@ pub mod checkpoint;
 pub mod draw;
 pub mod golden;
 pub mod metrics;
+pub mod shared;
 pub mod subject;
