@@ -16,11 +16,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 const ORACLE: &str = "half layers on golden input: fp32 reference";
-const FLOORS: [(&str, f64); 3] = [
-    ("o", 2.5e-3),
-    ("streams_mid", 1e-2),
-    ("streams_from_golden_mid", 1e-3),
-];
+const FLOORS: [(&str, f64); 3] = [("o", 2.5e-3), ("streams_mid", 1e-2), ("streams_from_golden_mid", 1e-3)];
 /// One step of bf16 relative to its value: index scores are bf16, so closer ones are ties.
 const BF16_STEP: f32 = 1.0 / 128.0;
 /// Router gap below which a route may change.
@@ -46,42 +42,17 @@ struct Case<'a> {
 /// All layers of the committed nano models.
 fn nano_cases(golden: &Golden) -> Vec<Case<'_>> {
     let ids = golden.tokens("A");
-    let hidden = common::checkpoint::config(&golden.recipe())["hidden_size"]
-        .as_u64()
-        .unwrap() as usize;
-    let layers = (0..8).filter(|l| {
-        golden
-            .tensors("halves.reference.safetensors")
-            .has(&format!("layers.{l}.o"))
-    });
+    let hidden = common::checkpoint::config(&golden.recipe())["hidden_size"].as_u64().unwrap() as usize;
+    let layers = (0..8).filter(|l| golden.tensors("halves.reference.safetensors").has(&format!("layers.{l}.o")));
     let case = |layer: usize| {
         let data = golden.tensors("halves.reference.safetensors");
-        let drawn = Stream::new(golden.seed(), &format!("input.layers.{layer}"))
-            .draw(ids.len() * 4 * hidden);
+        let drawn = Stream::new(golden.seed(), &format!("input.layers.{layer}")).draw(ids.len() * 4 * hidden);
         let value = |draw: u16| f32::from_bits(u32::from(bf16_code(Z16[usize::from(draw)])) << 16);
-        let rows: Vec<(usize, usize)> = data
-            .rows("rows")
-            .into_iter()
-            .enumerate()
-            .map(|(i, row)| (row, i))
-            .collect();
+        let rows: Vec<(usize, usize)> = data.rows("rows").into_iter().enumerate().map(|(i, row)| (row, i)).collect();
         let margin = format!("layers.{layer}.router_margin");
-        let margins = if data.has(&margin) {
-            data.floats(&margin)
-        } else {
-            vec![f32::INFINITY; ids.len()]
-        };
+        let margins = if data.has(&margin) { data.floats(&margin) } else { vec![f32::INFINITY; ids.len()] };
         let input = drawn.into_iter().map(value).collect();
-        Case {
-            golden,
-            layer,
-            ids: ids.clone(),
-            input,
-            head_rows: rows.clone(),
-            rows,
-            margins,
-            data,
-        }
+        Case { golden, layer, ids: ids.clone(), input, head_rows: rows.clone(), rows, margins, data }
     };
     layers.map(case).collect()
 }
@@ -89,17 +60,11 @@ fn nano_cases(golden: &Golden) -> Vec<Case<'_>> {
 /// All layers of a development golden: the input of a layer is the golden output of the one before.
 fn dev_cases(golden: &Golden) -> Vec<Case<'_>> {
     let inputs = golden.tensors("layers.reference.safetensors");
-    let margins = golden
-        .tensors("logits.reference.safetensors")
-        .floats("router_margin");
+    let margins = golden.tensors("logits.reference.safetensors").floats("router_margin");
     let n = inputs.shape("layers.0.streams")[0];
     let ids = golden.tokens("A")[..n].to_vec();
     let kept = |data: &Tensors, name: &str| {
-        let rows = data
-            .rows(name)
-            .into_iter()
-            .enumerate()
-            .map(|(i, row)| (row, i));
+        let rows = data.rows(name).into_iter().enumerate().map(|(i, row)| (row, i));
         rows.filter(|&(row, _)| row < n).collect::<Vec<_>>()
     };
     let case = |layer: usize| {
@@ -109,34 +74,18 @@ fn dev_cases(golden: &Golden) -> Vec<Case<'_>> {
             _ => inputs.floats(&format!("layers.{}.streams", layer - 1)),
         };
         let (rows, head_rows) = (kept(&data, "rows"), kept(&data, "head_rows"));
-        Case {
-            golden,
-            layer,
-            ids: ids.clone(),
-            input,
-            rows,
-            head_rows,
-            margins: margins.clone(),
-            data,
-        }
+        Case { golden, layer, ids: ids.clone(), input, rows, head_rows, margins: margins.clone(), data }
     };
-    (0..8)
-        .filter(|l| inputs.has(&format!("layers.{l}.streams")))
-        .map(case)
-        .collect()
+    (0..8).filter(|l| inputs.has(&format!("layers.{l}.streams"))).map(case).collect()
 }
 
 /// The first layer's input: each token's embedding four times.
 fn embedding(golden: &Golden, ids: &[u32]) -> Vec<f32> {
     let folder = golden.checkpoint();
     let index = golden::json(&folder.join("model.safetensors.index.json"));
-    let shard = index["weight_map"]["embed.weight"]
-        .as_str()
-        .expect("a shard");
+    let shard = index["weight_map"]["embed.weight"].as_str().expect("a shard");
     let rows = Tensors::read(&folder.join(shard)).float_rows("embed.weight");
-    ids.iter()
-        .flat_map(|&id| rows[id as usize].repeat(4))
-        .collect()
+    ids.iter().flat_map(|&id| rows[id as usize].repeat(4)).collect()
 }
 
 /// One comparison of the rule.
@@ -160,10 +109,7 @@ impl Verdict {
     }
 
     fn worst(&self) -> &Figure {
-        self.figures
-            .iter()
-            .max_by(|a, b| a.factor.total_cmp(&b.factor))
-            .expect("figures")
+        self.figures.iter().max_by(|a, b| a.factor.total_cmp(&b.factor)).expect("figures")
     }
 }
 
@@ -183,11 +129,7 @@ impl Case<'_> {
     /// The FFN half on the golden streams in the middle of the layer, at the kept rows.
     fn run_ffn(&self, engine: &Arc<Engine>, rounding: Rounding) -> Recorded {
         let mid = self.data.float_rows(&self.want("streams_mid"));
-        let streams: Vec<f32> = self
-            .rows
-            .iter()
-            .flat_map(|&(_, i)| mid[i].clone())
-            .collect();
+        let streams: Vec<f32> = self.rows.iter().flat_map(|&(_, i)| mid[i].clone()).collect();
         let ids: Vec<u32> = self.rows.iter().map(|&(row, _)| self.ids[row]).collect();
         subject::ffn_half(engine, rounding, self.layer, &streams, &ids)
     }
@@ -203,11 +145,7 @@ impl Case<'_> {
         let ffn = self.run_ffn(engine, rounding);
         let want = self.data.float_rows(&self.want("streams"));
         let out = ffn.rows("streams");
-        let from_mid = self
-            .rows
-            .iter()
-            .zip(&out)
-            .map(|(&(_, i), got)| (&got[..], &want[i][..]));
+        let from_mid = self.rows.iter().zip(&out).map(|(&(_, i), got)| (&got[..], &want[i][..]));
         let errors = [
             self.errors(&whole.rows("o"), "o", &self.head_rows),
             self.errors(&whole.rows("streams_mid"), "streams_mid", &self.rows),
@@ -216,34 +154,19 @@ impl Case<'_> {
         let figures = FLOORS.iter().zip(errors).map(|(&(what, floor), errors)| {
             let limit = |q| f64::max(2.0 * self.golden.figure(ORACLE, self.layer, what, q), floor);
             let factor = f64::max(errors.p50 / limit("p50"), errors.p90 / limit("p90"));
-            Figure {
-                what: format!("{} {what}", self.name()),
-                errors,
-                factor,
-            }
+            Figure { what: format!("{} {what}", self.name()), errors, factor }
         });
         let mut wrong_sets = self.wrong_routes(&ffn);
         wrong_sets.extend(self.wrong_selections(&whole));
-        Verdict {
-            figures: figures.collect(),
-            wrong_sets,
-        }
+        Verdict { figures: figures.collect(), wrong_sets }
     }
 
     fn wrong_routes(&self, ffn: &Recorded) -> Vec<String> {
         let want = self.data.int_rows(&self.want("router_ids"));
         let pairs = self.rows.iter().zip(ffn.ids("router_ids"));
         pairs
-            .filter(|&(&(row, _), ref got)| {
-                set(got) != set(&want[row]) && self.margins[row] > ROUTE_TIE
-            })
-            .map(|(&(row, _), got)| {
-                format!(
-                    "{} routes of {row}: {got:?} for {:?}",
-                    self.name(),
-                    want[row]
-                )
-            })
+            .filter(|&(&(row, _), ref got)| set(got) != set(&want[row]) && self.margins[row] > ROUTE_TIE)
+            .map(|(&(row, _), got)| format!("{} routes of {row}: {got:?} for {:?}", self.name(), want[row]))
             .collect()
     }
 
@@ -260,10 +183,7 @@ impl Case<'_> {
             let cut = got.iter().map(score).fold(f32::INFINITY, f32::min);
             let tie = |id: &i64| (score(id) - cut).abs() <= BF16_STEP * cut.abs();
             if got.len() != want.len() || !got.symmetric_difference(&want).all(tie) {
-                wrong.push(format!(
-                    "{} selection at {row}: {got:?} for {want:?}",
-                    self.name()
-                ));
+                wrong.push(format!("{} selection at {row}: {got:?} for {want:?}", self.name()));
             }
         }
         wrong
@@ -289,60 +209,38 @@ fn check(golden: &Golden, cases: &[Case<'_>]) {
     for case in cases {
         let verdict = case.judge(&engine, reference());
         for figure in &verdict.figures {
-            eprintln!(
-                "{}: {} ({:.3} of the limit)",
-                figure.what, figure.errors, figure.factor
-            );
+            eprintln!("{}: {} ({:.3} of the limit)", figure.what, figure.errors, figure.factor);
         }
         if !verdict.passes() {
-            failed.push(format!(
-                "{} {:.2} x the limit; {:?}",
-                case.name(),
-                verdict.worst().factor,
-                verdict.wrong_sets
-            ));
+            failed.push(format!("{} {:.2} x the limit; {:?}", case.name(), verdict.worst().factor, verdict.wrong_sets));
         }
     }
-    assert!(
-        failed.is_empty(),
-        "half layers beyond the rule:\n{}",
-        failed.join("\n")
-    );
+    assert!(failed.is_empty(), "half layers beyond the rule:\n{}", failed.join("\n"));
 }
 
 #[test]
 fn nano_half_layers_follow_the_reference() {
-    golden::nano()
-        .iter()
-        .for_each(|golden| check(golden, &nano_cases(golden)));
+    golden::nano().iter().for_each(|golden| check(golden, &nano_cases(golden)));
 }
 
 #[test]
 fn flash_half_layers_follow_the_reference() {
-    golden::dev("flash-mini")
-        .iter()
-        .for_each(|golden| check(golden, &dev_cases(golden)));
+    golden::dev("flash-mini").iter().for_each(|golden| check(golden, &dev_cases(golden)));
 }
 
 #[test]
 fn pro_half_layers_follow_the_reference() {
-    golden::dev("pro-mini")
-        .iter()
-        .for_each(|golden| check(golden, &dev_cases(golden)));
+    golden::dev("pro-mini").iter().for_each(|golden| check(golden, &dev_cases(golden)));
 }
 
 #[test]
 fn dspark_half_layers_follow_the_reference() {
-    golden::dev("dspark-mini")
-        .iter()
-        .for_each(|golden| check(golden, &dev_cases(golden)));
+    golden::dev("dspark-mini").iter().for_each(|golden| check(golden, &dev_cases(golden)));
 }
 
 #[test]
 fn base_half_layers_follow_the_reference() {
-    golden::dev("base-mini")
-        .iter()
-        .for_each(|golden| check(golden, &dev_cases(golden)));
+    golden::dev("base-mini").iter().for_each(|golden| check(golden, &dev_cases(golden)));
 }
 
 /// Each operation's result on the golden's input: rotated queries, key rows, compressed entries, index keys, scores.
@@ -361,71 +259,40 @@ fn check_operations(golden: &Golden, cases: &[Case<'_>]) {
         let whole = case.run(&engine, reference());
         for (tensor, kept) in [("q", &case.head_rows), ("kv", &case.rows)] {
             if case.data.has(&case.want(tensor)) {
-                report(
-                    format!("{} {tensor}", case.name()),
-                    case.errors(&whole.rows(tensor), tensor, kept),
-                );
+                report(format!("{} {tensor}", case.name()), case.errors(&whole.rows(tensor), tensor, kept));
             }
         }
         for tensor in ["compressed", "index_keys"] {
             if case.data.has(&case.want(tensor)) {
                 let entries = whole.rows(tensor);
                 let all: Vec<(usize, usize)> = (0..entries.len()).map(|j| (j, j)).collect();
-                report(
-                    format!("{} {tensor}", case.name()),
-                    case.errors(&entries, tensor, &all),
-                );
+                assert!(!all.is_empty(), "{}: no {tensor}", case.name());
+                report(format!("{} {tensor}", case.name()), case.errors(&entries, tensor, &all));
             }
         }
         if case.data.has(&case.want("scores")) {
-            let (got, want) = (
-                whole.rows("scores"),
-                case.data.float_rows(&case.want("scores")),
-            );
+            let (got, want) = (whole.rows("scores"), case.data.float_rows(&case.want("scores")));
             let visible = case.rows.iter().filter(|&&(row, _)| row >= 3);
-            let pairs =
-                visible.map(|&(row, i)| (&got[row][..(row + 1) / 4], &want[i][..(row + 1) / 4]));
+            let pairs = visible.map(|&(row, i)| (&got[row][..(row + 1) / 4], &want[i][..(row + 1) / 4]));
             report(format!("{} scores", case.name()), Errors::of(pairs));
         }
-        let (ffn, want) = (
-            case.run_ffn(&engine, reference()),
-            case.data.float_rows(&case.want("router_weights")),
-        );
-        let (ids, routes) = (
-            ffn.ids("router_ids"),
-            case.data.int_rows(&case.want("router_ids")),
-        );
+        let (ffn, want) = (case.run_ffn(&engine, reference()), case.data.float_rows(&case.want("router_weights")));
+        let (ids, routes) = (ffn.ids("router_ids"), case.data.int_rows(&case.want("router_ids")));
         let got = ffn.rows("router_weights");
         let all_rows = want.len() > case.rows.len();
         let same = (0..case.rows.len()).filter(|&at| ids[at] == routes[case.rows[at].0]);
-        let weights = same.map(|at| {
-            (
-                &got[at][..],
-                &want[if all_rows { case.rows[at].0 } else { at }][..],
-            )
-        });
-        report(
-            format!("{} router weights", case.name()),
-            Errors::of(weights),
-        );
+        let weights = same.map(|at| (&got[at][..], &want[if all_rows { case.rows[at].0 } else { at }][..]));
+        report(format!("{} router weights", case.name()), Errors::of(weights));
     }
-    assert!(
-        compared >= 2 * cases.len(),
-        "{}: only {compared} comparisons",
-        golden.name
-    );
+    assert!(compared >= 2 * cases.len(), "{}: only {compared} comparisons", golden.name);
     assert!(failed.is_empty(), "operations off:\n{}", failed.join("\n"));
 }
 
 #[test]
 fn operations_agree_with_the_intermediates() {
-    golden::nano()
-        .iter()
-        .for_each(|golden| check_operations(golden, &nano_cases(golden)));
+    golden::nano().iter().for_each(|golden| check_operations(golden, &nano_cases(golden)));
     for name in ["flash-mini", "pro-mini", "dspark-mini", "base-mini"] {
-        golden::dev(name)
-            .iter()
-            .for_each(|golden| check_operations(golden, &dev_cases(golden)));
+        golden::dev(name).iter().for_each(|golden| check_operations(golden, &dev_cases(golden)));
     }
 }
 
@@ -452,58 +319,17 @@ fn the_rule_notices_each_skipped_rounding_point() {
     let on = reference();
     let points = [
         ("bf16 between operations", Rounding { bf16: false, ..on }),
-        (
-            "FP8 activations",
-            Rounding {
-                act_fp8: false,
-                ..on
-            },
-        ),
-        (
-            "FP8 key rows",
-            Rounding {
-                kv_fp8: false,
-                ..on
-            },
-        ),
-        (
-            "rotation of index vectors",
-            Rounding {
-                index_rotate: false,
-                ..on
-            },
-        ),
-        (
-            "FP4 index queries",
-            Rounding {
-                index_query_fp4: false,
-                ..on
-            },
-        ),
-        (
-            "FP4 index keys",
-            Rounding {
-                index_key_fp4: false,
-                ..on
-            },
-        ),
-        (
-            "no FP8 of the attention output",
-            Rounding {
-                output_fp8: true,
-                ..on
-            },
-        ),
+        ("FP8 activations", Rounding { act_fp8: false, ..on }),
+        ("FP8 key rows", Rounding { kv_fp8: false, ..on }),
+        ("rotation of index vectors", Rounding { index_rotate: false, ..on }),
+        ("FP4 index queries", Rounding { index_query_fp4: false, ..on }),
+        ("FP4 index keys", Rounding { index_key_fp4: false, ..on }),
+        ("no FP8 of the attention output", Rounding { output_fp8: true, ..on }),
     ];
     for (point, rounding) in points {
         let (factor, what, wrong) = noticed(rounding);
-        eprintln!(
-            "without {point}: {factor:.1} x the limit in {what}; {wrong} wrong routes or selections"
-        );
-        assert!(
-            factor > 1.0,
-            "without {point} everything stays within the rule: {factor:.2} in {what}"
-        );
+        eprintln!("without {point}: {factor:.1} x the limit in {what}; {wrong} wrong routes or selections");
+        assert!(factor > 1.0, "without {point} everything stays within the rule: {factor:.2} in {what}");
     }
 }
 
@@ -514,22 +340,10 @@ fn unrounded_attention_weights_show_as_ten_times_the_error() {
     for golden in golden::nano() {
         let engine = engine(&golden);
         for case in nano_cases(&golden) {
-            let o = |rounding| {
-                case.errors(&case.run(&engine, rounding).rows("o"), "o", &case.head_rows)
-            };
-            let (with, without) = (
-                o(reference()),
-                o(Rounding {
-                    attention_bf16: false,
-                    ..reference()
-                }),
-            );
+            let o = |rounding| case.errors(&case.run(&engine, rounding).rows("o"), "o", &case.head_rows);
+            let (with, without) = (o(reference()), o(Rounding { attention_bf16: false, ..reference() }));
             eprintln!("{} o: {with}; weights not rounded: {without}", case.name());
-            assert!(
-                without.p50 > 10.0 * with.p50 && without.p50 > 1e-3,
-                "{}: {without} for {with}",
-                case.name()
-            );
+            assert!(without.p50 > 10.0 * with.p50 && without.p50 > 1e-3, "{}: {without} for {with}", case.name());
         }
     }
 }

@@ -43,12 +43,7 @@ fn fed(folder: &Path, options: EngineOptions, tokens: &[u32], sizes: &[usize]) -
 }
 
 fn options(numerics: Numerics, threads: usize, prefill_chunk: usize) -> EngineOptions {
-    EngineOptions {
-        numerics,
-        threads,
-        prefill_chunk,
-        ..EngineOptions::default()
-    }
+    EngineOptions { numerics, threads, prefill_chunk, ..EngineOptions::default() }
 }
 
 /// The engine's own chunks, in every mode.
@@ -59,10 +54,7 @@ fn check_chunks(name: &str, numerics: Numerics) {
     assert!(whole.len() > LENGTH * 100, "logits of every position");
     for chunk in [1, 2, 3, 127, 128, 129, 256, 512] {
         let cut = fed(&folder, options(numerics, 2, chunk), &tokens, &[LENGTH]);
-        assert!(
-            cut == whole,
-            "{name} {numerics}: chunks of {chunk} differ from the whole"
-        );
+        assert!(cut == whole, "{name} {numerics}: chunks of {chunk} differ from the whole");
     }
 }
 
@@ -94,12 +86,8 @@ fn thread_counts_give_the_same_logits() {
         let golden = nano(name);
         let (folder, tokens) = (golden.checkpoint(), tokens(&golden, 200));
         for numerics in Numerics::ALL {
-            let [one, two, three] =
-                [1, 2, 3].map(|n| fed(&folder, options(numerics, n, 64), &tokens, &[150, 1]));
-            assert!(
-                one == two && one == three,
-                "{name} {numerics}: thread counts differ"
-            );
+            let [one, two, three] = [1, 2, 3].map(|n| fed(&folder, options(numerics, n, 64), &tokens, &[150, 1]));
+            assert!(one == two && one == three, "{name} {numerics}: thread counts differ");
         }
     }
 }
@@ -111,13 +99,9 @@ fn the_trained_model_is_invariant_too() {
     let tokens = tokens(&nano("tiny-v4"), 384);
     for numerics in [Numerics::Reference, Numerics::Exact] {
         let whole = fed(&folder, options(numerics, 1, 512), &tokens, &[512]);
-        for (threads, chunk, sizes) in [(2, 128, [512, 512]), (2, 129, [77, 64]), (3, 64, [383, 1])]
-        {
+        for (threads, chunk, sizes) in [(2, 128, [512, 512]), (2, 129, [77, 64]), (3, 64, [383, 1])] {
             let cut = fed(&folder, options(numerics, threads, chunk), &tokens, &sizes);
-            assert!(
-                cut == whole,
-                "{numerics}: {threads} threads, chunks of {chunk}, calls of {sizes:?}"
-            );
+            assert!(cut == whole, "{numerics}: {threads} threads, chunks of {chunk}, calls of {sizes:?}");
         }
     }
 }
@@ -151,13 +135,7 @@ fn many_random_splits_of_long_prompts_give_the_same_logits() {
         failure_persistence: None,
         ..ProptestConfig::default()
     });
-    let splits = (
-        prop::collection::vec(1..400_usize, 1..20),
-        1..300_usize,
-        1..4_usize,
-        1..900_usize,
-        0..4_usize,
-    );
+    let splits = (prop::collection::vec(1..400_usize, 1..20), 1..300_usize, 1..4_usize, 1..900_usize, 0..4_usize);
     let golden = nano("nano-flash");
     let folder = golden.checkpoint();
     runner
@@ -178,29 +156,14 @@ fn interleaved_sessions_do_not_touch_each_other() {
     let b: Vec<u32> = a.iter().rev().copied().collect();
     for numerics in Numerics::ALL {
         let engine = subject::engine(&folder, numerics);
-        let (mut first, mut second) = (
-            subject::session(&engine, 180),
-            subject::session(&engine, 180),
-        );
+        let (mut first, mut second) = (subject::session(&engine, 180), subject::session(&engine, 180));
         for (a, b) in a.chunks(7).zip(b.chunks(7)) {
             first.feed(a).expect("fed");
             second.feed(b).expect("fed");
         }
-        assert_eq!(
-            subject::logits(&first),
-            subject::last_logits(&engine, &a),
-            "{numerics}"
-        );
-        assert_eq!(
-            subject::logits(&second),
-            subject::last_logits(&engine, &b),
-            "{numerics}"
-        );
-        assert_ne!(
-            subject::logits(&first),
-            subject::logits(&second),
-            "{numerics}: other tokens, other logits"
-        );
+        assert_eq!(subject::logits(&first), subject::last_logits(&engine, &a), "{numerics}");
+        assert_eq!(subject::logits(&second), subject::last_logits(&engine, &b), "{numerics}");
+        assert_ne!(subject::logits(&first), subject::logits(&second), "{numerics}: other tokens, other logits");
     }
 }
 
@@ -211,18 +174,12 @@ fn a_session_starts_clean_after_another() {
     let folder = golden.checkpoint();
     let tokens = tokens(&golden, 131);
     for numerics in [Numerics::Reference, Numerics::Exact] {
-        let fresh = (1..=9)
-            .map(|n| subject::last_logits(&subject::engine(&folder, numerics), &tokens[..n]));
+        let fresh = (1..=9).map(|n| subject::last_logits(&subject::engine(&folder, numerics), &tokens[..n]));
         let fresh: Vec<Vec<f32>> = fresh.collect();
         let used = subject::engine(&folder, numerics);
         for (n, fresh) in fresh.iter().enumerate() {
             subject::last_logits(&used, &tokens);
-            assert_eq!(
-                &subject::last_logits(&used, &tokens[..n + 1]),
-                fresh,
-                "{numerics}: prompt of {} tokens",
-                n + 1
-            );
+            assert_eq!(&subject::last_logits(&used, &tokens[..n + 1]), fresh, "{numerics}: prompt of {} tokens", n + 1);
         }
     }
 }

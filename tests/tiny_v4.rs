@@ -7,18 +7,15 @@ mod common;
 use common::golden::{self, Golden};
 use common::metrics::{argmax, divergence, logsumexp};
 use common::subject;
-use dsv4::{Engine, Model, Numerics};
+use dsv4::{Engine, Markup, Model, Numerics};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Loss and perplexity figures: tolerances of EVALUATION.md.
 const EXACT: f64 = 1e-4;
 const QUANTISED: f64 = 3e-3;
-const MODES: [(Numerics, f64); 3] = [
-    (Numerics::Exact, EXACT),
-    (Numerics::Kvquant, QUANTISED),
-    (Numerics::Reference, QUANTISED),
-];
+const MODES: [(Numerics, f64); 3] =
+    [(Numerics::Exact, EXACT), (Numerics::Kvquant, QUANTISED), (Numerics::Reference, QUANTISED)];
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4")
@@ -29,12 +26,7 @@ fn passage() -> Vec<u32> {
     let model = Model::open(folder()).expect("the model of the repository");
     let text = std::fs::read_to_string(folder().join("eval.txt")).expect("the passage");
     let mut tokens = vec![0];
-    tokens.extend(
-        model
-            .tokenizer()
-            .encode(&text)
-            .expect("the passage is encoded"),
-    );
+    tokens.extend(model.tokenizer().expect("its tokenizer").encode(&text, Markup::Text).expect("the passage is encoded"));
     tokens
 }
 
@@ -58,19 +50,9 @@ fn check_loss(numerics: Numerics, tolerance: f64, predictions: usize) {
         4000 => of["nll"].as_f64().expect("a figure"),
         other => panic!("no figure for {other} predictions"),
     };
-    let got = loss(
-        &subject::engine(&folder(), numerics),
-        &passage(),
-        predictions,
-    );
-    eprintln!(
-        "{numerics}, {predictions} predictions: loss {got:.6}, want {want:.6}, perplexity {:.4}",
-        got.exp()
-    );
-    assert!(
-        (got - want).abs() <= tolerance,
-        "{numerics}: loss {got}, want {want} within {tolerance}"
-    );
+    let got = loss(&subject::engine(&folder(), numerics), &passage(), predictions);
+    eprintln!("{numerics}, {predictions} predictions: loss {got:.6}, want {want:.6}, perplexity {:.4}", got.exp());
+    assert!((got - want).abs() <= tolerance, "{numerics}: loss {got}, want {want} within {tolerance}");
 }
 
 #[test]
@@ -109,10 +91,7 @@ fn against_golden(numerics: Numerics) -> (f32, f64) {
     let golden = Golden::open(&golden::committed().join("tiny-v4"));
     let tensors = golden.tensors(&format!("logits.{numerics}.safetensors"));
     let logits = subject::all_logits(&subject::engine(&folder(), numerics), &golden.tokens("A"));
-    let (ids, best) = (
-        tensors.int_rows("A.top_ids"),
-        tensors.float_rows("A.top_logits"),
-    );
+    let (ids, best) = (tensors.int_rows("A.top_ids"), tensors.float_rows("A.top_logits"));
     let sums = tensors.floats("A.logsumexp");
     let (mut worst, mut sum) = (0.0_f32, 0.0);
     for (p, row) in logits.iter().enumerate() {
@@ -122,15 +101,8 @@ fn against_golden(numerics: Numerics) -> (f32, f64) {
         sum += divergence(&ids[p], &best[p], f64::from(sums[p]), row);
     }
     let mean = sum / logits.len() as f64;
-    let same = logits
-        .iter()
-        .zip(&ids)
-        .filter(|(row, ids)| i64::from(argmax(row)) == ids[0])
-        .count();
-    eprintln!(
-        "{numerics}: largest error {worst:.2e}, divergence {mean:.2e}, best equal {same} of {}",
-        logits.len()
-    );
+    let same = logits.iter().zip(&ids).filter(|(row, ids)| i64::from(argmax(row)) == ids[0]).count();
+    eprintln!("{numerics}: largest error {worst:.2e}, divergence {mean:.2e}, best equal {same} of {}", logits.len());
     (worst, mean)
 }
 
@@ -151,19 +123,10 @@ fn check_recall(numerics: Numerics, distances: &[u64]) {
     let engine = subject::engine(&folder(), numerics);
     let prompts = golden::json(&folder().join("recall.json"));
     let ids = |value: &serde_json::Value| -> Vec<u32> {
-        value
-            .as_array()
-            .expect("ids")
-            .iter()
-            .map(|id| id.as_u64().expect("an id") as u32)
-            .collect()
+        value.as_array().expect("ids").iter().map(|id| id.as_u64().expect("an id") as u32).collect()
     };
     for &distance in distances {
-        let at = prompts
-            .as_array()
-            .expect("prompts")
-            .iter()
-            .filter(|p| p["distance"] == distance);
+        let at = prompts.as_array().expect("prompts").iter().filter(|p| p["distance"] == distance);
         let mut right = 0;
         for prompt in at {
             let (tokens, answer) = (ids(&prompt["prompt"]), ids(&prompt["answer"]));
@@ -193,12 +156,6 @@ fn words_are_recalled_in_reference_numerics() {
 #[test]
 #[ignore = "minutes: prompts of up to 4,094 tokens; part of .ci/full"]
 fn words_are_recalled_at_every_distance() {
-    check_recall(
-        Numerics::Exact,
-        &[64, 160, 256, 512, 1024, 2048, 3072, 3900],
-    );
-    check_recall(
-        Numerics::Reference,
-        &[64, 160, 256, 512, 1024, 2048, 3072, 3900],
-    );
+    check_recall(Numerics::Exact, &[64, 160, 256, 512, 1024, 2048, 3072, 3900]);
+    check_recall(Numerics::Reference, &[64, 160, 256, 512, 1024, 2048, 3072, 3900]);
 }

@@ -18,21 +18,14 @@ impl Stream {
     /// The stream of `name` in the checkpoint with `seed`.
     pub fn new(seed: u64, name: &str) -> Self {
         let digest = Blake2b::<U16>::digest(format!("{seed}/{name}"));
-        let word =
-            |at: usize| u64::from_le_bytes(digest[at..at + 8].try_into().expect("eight bytes"));
-        Self {
-            key: [word(0), word(8)],
-            block: 0,
-        }
+        let word = |at: usize| u64::from_le_bytes(digest[at..at + 8].try_into().expect("eight bytes"));
+        Self { key: [word(0), word(8)], block: 0 }
     }
 
     /// The next `n` values. The unused values of the last 64-bit word are dropped, as in the original.
     pub fn draw(&mut self, n: usize) -> Vec<u16> {
         let words = n.div_ceil(4);
-        assert!(
-            self.block == 0,
-            "a stream is drawn from once: words left in a block would be lost"
-        );
+        assert!(self.block == 0, "a stream is drawn from once: words left in a block would be lost");
         let mut out = Vec::with_capacity(words * 4 + 16);
         while out.len() < words * 4 {
             self.block += 1;
@@ -56,12 +49,7 @@ fn philox(block: u64, mut key: [u64; 2]) -> [u64; 4] {
         }
         let a = u128::from(c[0]) * u128::from(MULTIPLY[0]);
         let b = u128::from(c[2]) * u128::from(MULTIPLY[1]);
-        c = [
-            (b >> 64) as u64 ^ c[1] ^ key[0],
-            b as u64,
-            (a >> 64) as u64 ^ c[3] ^ key[1],
-            a as u64,
-        ];
+        c = [(b >> 64) as u64 ^ c[1] ^ key[0], b as u64, (a >> 64) as u64 ^ c[3] ^ key[1], a as u64];
     }
     c
 }
@@ -73,14 +61,8 @@ pub static Z8: LazyLock<Vec<f64>> = LazyLock::new(|| quantiles(8));
 
 fn quantiles(bits: u32) -> Vec<f64> {
     let n = 1_u32 << bits;
-    let half: Vec<f64> = (n / 2..n)
-        .map(|i| upper_quantile((f64::from(i) + 0.5) / f64::from(n)))
-        .collect();
-    half.iter()
-        .rev()
-        .map(|z| -z)
-        .chain(half.iter().copied())
-        .collect()
+    let half: Vec<f64> = (n / 2..n).map(|i| upper_quantile((f64::from(i) + 0.5) / f64::from(n))).collect();
+    half.iter().rev().map(|z| -z).chain(half.iter().copied()).collect()
 }
 
 /// The normal quantile of `p` in (0.5, 1 - 1e-11), by Wichura's AS 241 (PPND16).
@@ -152,11 +134,7 @@ pub fn e4m3_code(value: f64) -> u8 {
     let exponent = size.max(2.0_f64.powi(-20)).log2().floor().clamp(-6.0, 8.0) as i32;
     // eighths of the binade: 8..=16 for normal numbers, 0..=8 at the lowest exponent
     let steps = (size / 2.0_f64.powi(exponent - 3)).round_ties_even() as i32;
-    let code = if exponent > -6 {
-        (exponent + 6) * 8 + steps
-    } else {
-        steps
-    };
+    let code = if exponent > -6 { (exponent + 6) * 8 + steps } else { steps };
     code.min(126) as u8 | if value < 0.0 { 0x80 } else { 0 }
 }
 

@@ -1,5 +1,5 @@
 //! What several test binaries share.
-#![allow(dead_code, reason = "each test binary uses its own part")]
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
 pub mod checkpoint;
 pub mod draw;
