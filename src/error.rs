@@ -46,7 +46,8 @@ pub enum ErrorKind {
 }
 
 /// Error of every fallible call: a kind and a message.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
 pub struct Error {
     kind: ErrorKind,
     message: String,
@@ -93,19 +94,11 @@ impl Error {
     }
 }
 
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}: {}", self.kind, self.message)
     }
 }
-
-impl std::error::Error for Error {}
 
 /// Shorthand used all over the crate: `bail!(Config, "index_topk is {k}")`.
 macro_rules! bail {
