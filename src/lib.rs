@@ -33,6 +33,7 @@ pub mod backend;
 pub mod cache;
 pub mod engine;
 pub mod error;
+pub mod ffi;
 pub mod model;
 pub mod sampler;
 pub mod session;
