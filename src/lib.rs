@@ -42,9 +42,9 @@ pub mod tokenizer;
 pub mod weights;
 
 pub use cache::KvFormat;
-pub use engine::{DeviceChoice, Engine, EngineOptions};
 #[doc(hidden)]
 pub use engine::research;
+pub use engine::{DeviceChoice, Engine, EngineOptions};
 pub use error::{Error, ErrorKind, Result};
 pub use model::{Model, Numerics};
 pub use sampler::{Sampler, SamplerOptions};

@@ -16,13 +16,10 @@ fn options() -> SamplerOptions {
 fn model_like_row(vocab: usize) -> Vec<f32> {
     let mut state = 12345u64;
     let mut uniform = || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1u32 << 24) as f32
     };
-    (0..vocab)
-        .map(|_| 3.0 * (uniform() + uniform() + uniform() + uniform() - 2.0) - 2.0 * uniform().ln())
-        .collect()
+    (0..vocab).map(|_| 3.0 * (uniform() + uniform() + uniform() + uniform() - 2.0) - 2.0 * uniform().ln()).collect()
 }
 
 /// What `Sampler::distribution` should be: sort everything, cut in order, in float64.
@@ -126,8 +123,7 @@ proptest! {
 }
 
 fn any_options() -> impl Strategy<Value = SamplerOptions> {
-    let tiny_or_huge =
-        prop_oneof![Just(f32::MIN_POSITIVE), Just(f32::MAX), Just(1e-45f32), 0.1f32..2.0];
+    let tiny_or_huge = prop_oneof![Just(f32::MIN_POSITIVE), Just(f32::MAX), Just(1e-45f32), 0.1f32..2.0];
     (any::<bool>(), tiny_or_huge, 0u32..4, 1e-9f32..=1.0, 0f32..0.99).prop_map(
         |(greedy, temperature, top_k, top_p, min_p)| SamplerOptions {
             greedy,
@@ -144,8 +140,7 @@ fn any_options() -> impl Strategy<Value = SamplerOptions> {
 fn borderline(row: &[f32], temperature: f32, top_k: u32, top_p: f32, min_p: f32) -> bool {
     let mut sorted = row.to_vec();
     sorted.sort_by(|a, b| b.total_cmp(a));
-    let weights: Vec<f64> =
-        sorted.iter().map(|&l| (f64::from(l - sorted[0]) / f64::from(temperature)).exp()).collect();
+    let weights: Vec<f64> = sorted.iter().map(|&l| (f64::from(l - sorted[0]) / f64::from(temperature)).exp()).collect();
     let kept = if top_k == 0 { weights.len() } else { weights.len().min(top_k as usize) };
     let total: f64 = weights[..kept].iter().sum();
     let mut sum = 0.0;
@@ -167,10 +162,7 @@ fn chi_square(o: SamplerOptions, row: &[f32], model: &[f32], draws: u32) -> (f64
     }
     let mut drawable = vec![false; row.len()];
     want.iter().for_each(|r| drawable[r.0 as usize] = true);
-    assert!(
-        counts.iter().zip(&drawable).all(|(&c, &ok)| ok || c == 0),
-        "drew a token that was cut"
-    );
+    assert!(counts.iter().zip(&drawable).all(|(&c, &ok)| ok || c == 0), "drew a token that was cut");
     let cells: Vec<_> = want.iter().filter(|r| r.1 * f64::from(draws) >= 5.0).collect();
     let statistic = cells
         .iter()
@@ -229,8 +221,7 @@ fn a_seed_gives_the_same_tokens_on_every_platform() {
     assert_eq!(again, drawn);
     let mut fork = s.clone();
     assert_eq!(fork.sample(&row).unwrap(), s.sample(&row).unwrap());
-    let mut other =
-        sampler(SamplerOptions { seed: 43, temperature: 0.9, top_p: 0.95, ..options() });
+    let mut other = sampler(SamplerOptions { seed: 43, temperature: 0.9, top_p: 0.95, ..options() });
     let others: Vec<TokenId> = (0..8).map(|_| other.sample(&row).unwrap()).collect();
     assert_ne!(others, drawn);
 }
@@ -300,15 +291,9 @@ fn every_option_out_of_range_is_refused_by_name() {
     refused(SamplerOptions { presence_penalty: f32::NAN, ..options() }, "presence_penalty");
     refused(SamplerOptions { frequency_penalty: f32::INFINITY, ..options() }, "frequency_penalty");
     for bias in [f32::NAN, f32::INFINITY] {
-        refused(
-            SamplerOptions { logit_bias: vec![(7, bias)], ..options() },
-            "logit_bias of token id 7",
-        );
+        refused(SamplerOptions { logit_bias: vec![(7, bias)], ..options() }, "logit_bias of token id 7");
     }
-    refused(
-        SamplerOptions { logit_bias: vec![(7, 1.0), (7, 2.0)], ..options() },
-        "logit_bias has token id 7",
-    );
+    refused(SamplerOptions { logit_bias: vec![(7, 1.0), (7, 2.0)], ..options() }, "logit_bias has token id 7");
     assert!(Sampler::new(SamplerOptions { temperature: 0.0, ..SamplerOptions::greedy() }).is_ok());
 }
 
@@ -323,12 +308,7 @@ fn a_bias_or_accepted_token_beyond_the_logits_is_refused() {
 
 #[test]
 fn penalties_change_the_logits_as_documented() {
-    let o = SamplerOptions {
-        repetition_penalty: 2.0,
-        presence_penalty: 0.25,
-        frequency_penalty: 0.5,
-        ..options()
-    };
+    let o = SamplerOptions { repetition_penalty: 2.0, presence_penalty: 0.25, frequency_penalty: 0.5, ..options() };
     let mut s = sampler(o);
     [0, 1, 1].into_iter().for_each(|id| s.accept(id));
     let got = s.distribution(&[1.0, -1.0, 0.5, f32::NEG_INFINITY]).unwrap();

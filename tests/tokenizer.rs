@@ -68,10 +68,7 @@ fn the_official_tokenizer_has_the_documented_ids() {
     ] {
         assert_eq!(tokenizer.id_of(marker), Some(id), "{marker}");
     }
-    assert_eq!(
-        tokenizer.encode("The capital of France is", Markup::Text).unwrap(),
-        [671, 6102, 294, 8760, 344]
-    );
+    assert_eq!(tokenizer.encode("The capital of France is", Markup::Text).unwrap(), [671, 6102, 294, 8760, 344]);
     check_added_tokens(&tokenizer);
 }
 
@@ -92,8 +89,7 @@ fn added_tokens_survive_a_round_trip_and_keep_their_flags() {
 }
 
 fn check_added_tokens(tokenizer: &Tokenizer) {
-    let special: Vec<TokenId> =
-        (0..tokenizer.vocab_size() as TokenId).filter(|&id| tokenizer.is_special(id)).collect();
+    let special: Vec<TokenId> = (0..tokenizer.vocab_size() as TokenId).filter(|&id| tokenizer.is_special(id)).collect();
     assert_eq!(special, [0, 1, 2]);
     for id in tokenizer.added_tokens() {
         let text = tokenizer.decode(&[id]).unwrap();
@@ -102,14 +98,9 @@ fn check_added_tokens(tokenizer: &Tokenizer) {
 
         let pieces = tokenizer.encode(&text, Markup::Text).unwrap();
         assert_eq!(tokenizer.decode(&pieces).unwrap(), text);
-        assert!(
-            pieces.iter().all(|&p| tokenizer.kind(p).unwrap() == TokenKind::Ordinary),
-            "{text}"
-        );
+        assert!(pieces.iter().all(|&p| tokenizer.kind(p).unwrap() == TokenKind::Ordinary), "{text}");
     }
-    for marker in
-        ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜", "<｜action｜>"]
-    {
+    for marker in ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜", "<｜action｜>"] {
         let id = tokenizer.id_of(marker).unwrap();
         assert!(tokenizer.is_markup(id) && !tokenizer.is_special(id), "{marker}");
     }
@@ -252,37 +243,19 @@ fn a_contradictory_file_is_refused_with_the_reason() {
     let vocab = |json: &mut Value, token: &str, id: u64| {
         json["model"]["vocab"][token] = id.into();
     };
-    refused(
-        &|j| j["model"]["type"] = "WordPiece".into(),
-        "model.type: expected BPE, found WordPiece",
-    );
+    refused(&|j| j["model"]["type"] = "WordPiece".into(), "model.type: expected BPE, found WordPiece");
     refused(&|j| j["model"]["dropout"] = 0.1.into(), "model.dropout");
-    refused(
-        &|j| j["model"]["continuing_subword_prefix"] = "##".into(),
-        "continuing_subword_prefix",
-    );
+    refused(&|j| j["model"]["continuing_subword_prefix"] = "##".into(), "continuing_subword_prefix");
     refused(&|j| j["model"]["byte_fallback"] = true.into(), "byte_fallback");
     refused(&|j| j["model"]["ignore_merges"] = true.into(), "ignore_merges");
     refused(&|j| j["normalizer"] = serde_json::json!({"type": "NFC"}), "normalizer");
     refused(&|j| j["decoder"] = Value::Null, "decoder");
     refused(&|j| j["pre_tokenizer"] = Value::Null, "ByteLevel");
-    refused(
-        &|j| j["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "Removed".into(),
-        "pre_tokenizer 0",
-    );
-    refused(
-        &|j| j["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(".into(),
-        "pre_tokenizer",
-    );
-    refused(
-        &|j| j["pre_tokenizer"]["pretokenizers"][3]["add_prefix_space"] = true.into(),
-        "add_prefix_space",
-    );
+    refused(&|j| j["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "Removed".into(), "pre_tokenizer 0");
+    refused(&|j| j["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(".into(), "pre_tokenizer");
+    refused(&|j| j["pre_tokenizer"]["pretokenizers"][3]["add_prefix_space"] = true.into(), "add_prefix_space");
     refused(&|j| j["model"]["merges"][0] = "no such".into(), "model.merges 0");
-    refused(
-        &|j| j["model"]["merges"][3] = "one".into(),
-        "model.merges 3: \"one\" is not two tokens",
-    );
+    refused(&|j| j["model"]["merges"][3] = "one".into(), "model.merges 3: \"one\" is not two tokens");
     refused(&|j| vocab(j, "zzzzzzzzq", 17), "id 17");
     refused(&|j| vocab(j, "zzzzzzzzq", u64::from(u32::MAX)), "id 4294967295");
     refused(&|j| vocab(j, "漢", 9999), "neither byte-level nor an added token");
@@ -321,20 +294,7 @@ fn the_message_names_the_file() {
 fn a_megabyte_of_anything_is_encoded_in_time() {
     let tokenizer = tiny();
     let prose = std::fs::read_to_string(root().join("examples/models/tiny-v4/eval.txt")).unwrap();
-    for sample in [
-        prose.as_str(),
-        " ",
-        "a",
-        "<",
-        "\n",
-        " \n",
-        "1",
-        "漢",
-        "<｜User｜>",
-        "a ",
-        "\u{301}",
-        "\t x",
-    ] {
+    for sample in [prose.as_str(), " ", "a", "<", "\n", " \n", "1", "漢", "<｜User｜>", "a ", "\u{301}", "\t x"] {
         let text = sample.repeat((1 << 20) / sample.len());
         let start = std::time::Instant::now();
         let ids = tokenizer.encode(&text, Markup::Parse).unwrap();

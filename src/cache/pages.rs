@@ -68,9 +68,8 @@ impl Pages {
 
     /// Bytes held, and of these bytes in free pages.
     pub fn bytes(&self) -> (u64, u64) {
-        let sum = |count: fn(&BucketPages) -> usize| {
-            self.buckets.iter().map(|b| b.page_bytes as u64 * count(b) as u64).sum()
-        };
+        let sum =
+            |count: fn(&BucketPages) -> usize| self.buckets.iter().map(|b| b.page_bytes as u64 * count(b) as u64).sum();
         (sum(|b| b.memory.len()), sum(|b| b.free.len()))
     }
 }

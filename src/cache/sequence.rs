@@ -128,7 +128,8 @@ impl SequenceCache {
         let row = self.layout.row_bytes();
         let mut layers = alloc::with_capacity("staged layers", self.layers.len())?;
         for (state, l) in self.layers.iter().zip(&self.layout.layers) {
-            let mut staged = StagedLayer { rows: alloc::zeroed("staged window rows", count * row)?, ..Default::default() };
+            let mut staged =
+                StagedLayer { rows: alloc::zeroed("staged window rows", count * row)?, ..Default::default() };
             if l.kind != LayerKind::Window {
                 let completed = (self.len + count) / l.kind.ratio() - self.len / l.kind.ratio();
                 staged.entries = alloc::with_capacity("staged entries", completed * row)?;

@@ -94,8 +94,7 @@ impl Lab {
         let cache = &self.layers[layer];
         let layout = cache.layout();
         let view = cache.view(layer, &staged);
-        let (ratio, dim) =
-            (layout.layers[layer].kind.ratio(), if keys { layout.index_dim } else { layout.head_dim });
+        let (ratio, dim) = (layout.layers[layer].kind.ratio(), if keys { layout.index_dim } else { layout.head_dim });
         let count = cache.len().checked_div(ratio).unwrap_or(0);
         let mut out = vec![0.0; count * dim];
         for (j, out) in out.chunks_exact_mut(dim).enumerate() {
@@ -110,7 +109,14 @@ impl Lab {
             bail!(InvalidArgument, "layer is {layer}; the model has {}", c.num_hidden_layers);
         }
         if ids.is_empty() || streams.len() != ids.len() * c.hc_mult * c.hidden_size {
-            bail!(InvalidArgument, "{} values for {} tokens of {}x{}", streams.len(), ids.len(), c.hc_mult, c.hidden_size);
+            bail!(
+                InvalidArgument,
+                "{} values for {} tokens of {}x{}",
+                streams.len(),
+                ids.len(),
+                c.hc_mult,
+                c.hidden_size
+            );
         }
         if let Some(id) = ids.iter().find(|&&id| id as usize >= c.vocab_size) {
             bail!(InvalidArgument, "token id {id}; the vocabulary has {}", c.vocab_size);

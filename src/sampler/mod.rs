@@ -138,17 +138,14 @@ impl Sampler {
     fn cut(&mut self, max: f32) -> Result<Cut> {
         let options = &self.options;
         self.weights.fill(&self.adjusted, max, options.temperature)?;
-        let limits =
-            nucleus::Limits { top_k: options.top_k, top_p: options.top_p, min_p: options.min_p };
+        let limits = nucleus::Limits { top_k: options.top_k, top_p: options.top_p, min_p: options.min_p };
         nucleus::cut(&self.adjusted, &self.weights, &limits, &mut self.keys)
     }
 
     /// Tokens that `cut` keeps, with their weights, by rising id.
     fn candidates(&self, cut: Cut) -> impl Iterator<Item = (TokenId, u64)> + '_ {
         let weighted = (0..).zip(self.weights.as_slice().iter().copied());
-        weighted.filter(move |&(id, weight)| {
-            cut.keeps(weight, || nucleus::key(self.adjusted[id as usize], id))
-        })
+        weighted.filter(move |&(id, weight)| cut.keeps(weight, || nucleus::key(self.adjusted[id as usize], id)))
     }
 }
 

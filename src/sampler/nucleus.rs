@@ -46,12 +46,7 @@ impl Cut {
 }
 
 /// Finds the cut of the three limits together. `keys` is scratch.
-pub(super) fn cut(
-    logits: &[f32],
-    weights: &Weights,
-    limits: &Limits,
-    keys: &mut Vec<u64>,
-) -> Result<Cut> {
+pub(super) fn cut(logits: &[f32], weights: &Weights, limits: &Limits, keys: &mut Vec<u64>) -> Result<Cut> {
     let weights_of = weights.as_slice();
     // min-p needs no order: it is a weight. Tokens of weight 0 are never drawn.
     let min_weight = (f64::from(limits.min_p) * weights.one() as f64).ceil().max(1.0) as u64;

@@ -85,15 +85,9 @@ impl SamplerOptions {
     fn validate_penalties(&self) -> Result<()> {
         let repetition = self.repetition_penalty;
         if !(repetition.is_finite() && repetition > 0.0) {
-            bail!(
-                InvalidArgument,
-                "repetition_penalty is {repetition}, it must be finite and above 0"
-            );
+            bail!(InvalidArgument, "repetition_penalty is {repetition}, it must be finite and above 0");
         }
-        let plain = [
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-        ];
+        let plain = [("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)];
         for (name, value) in plain {
             if !value.is_finite() {
                 bail!(InvalidArgument, "{name} is {value}, it must be finite");
@@ -106,10 +100,7 @@ impl SamplerOptions {
         let mut seen = HashSet::new();
         for &(id, bias) in &self.logit_bias {
             if bias.is_nan() || bias == f32::INFINITY {
-                bail!(
-                    InvalidArgument,
-                    "logit_bias of token id {id} is {bias}, it must be finite or minus infinity"
-                );
+                bail!(InvalidArgument, "logit_bias of token id {id} is {bias}, it must be finite or minus infinity");
             }
             if !seen.insert(id) {
                 bail!(InvalidArgument, "logit_bias has token id {id} twice");

@@ -18,15 +18,9 @@ pub(super) struct Penalties {
 
 impl Penalties {
     pub(super) fn new(options: &SamplerOptions) -> Self {
-        let active = options.repetition_penalty != 1.0
-            || options.presence_penalty != 0.0
-            || options.frequency_penalty != 0.0;
-        Self {
-            active,
-            window: options.penalty_window,
-            recent: VecDeque::new(),
-            counts: HashMap::new(),
-        }
+        let active =
+            options.repetition_penalty != 1.0 || options.presence_penalty != 0.0 || options.frequency_penalty != 0.0;
+        Self { active, window: options.penalty_window, recent: VecDeque::new(), counts: HashMap::new() }
     }
 
     pub(super) fn accept(&mut self, id: TokenId) {

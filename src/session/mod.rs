@@ -8,12 +8,12 @@ mod stop;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use crate::TokenId;
 use crate::alloc;
 use crate::cache::{CacheBytes, SequenceCache};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
-use crate::TokenId;
 
 pub use cancel::CancelToken;
 pub(crate) use generate::Decoding;
@@ -104,11 +104,7 @@ impl Session {
     }
 
     /// As [`Session::feed`], handing out the logits of every token: `sink(position, logits)`.
-    pub fn feed_all(
-        &mut self,
-        tokens: &[TokenId],
-        sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
-    ) -> Result<()> {
+    pub fn feed_all(&mut self, tokens: &[TokenId], sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
         self.run(tokens, LogitRows::All, &mut |_| ControlFlow::Continue(()), sink)
     }
 

@@ -64,11 +64,7 @@ impl StopMatcher {
     /// # Errors
     /// `InvalidArgument` for an empty stop string, a token id outside the vocabulary, or
     /// `max_tokens` 0.
-    pub fn new(
-        conditions: StopConditions,
-        eos: TokenId,
-        tokenizer: Arc<Tokenizer>,
-    ) -> Result<Self> {
+    pub fn new(conditions: StopConditions, eos: TokenId, tokenizer: Arc<Tokenizer>) -> Result<Self> {
         if conditions.max_tokens == Some(0) {
             bail!(InvalidArgument, "max_tokens is 0, it must be at least 1");
         }
@@ -77,10 +73,7 @@ impl StopMatcher {
         }
         let vocab = tokenizer.vocab_size();
         if let Some(id) = conditions.token_ids.iter().find(|&&id| id as usize >= vocab) {
-            bail!(
-                InvalidArgument,
-                "stop token id {id} is outside the vocabulary of {vocab} tokens"
-            );
+            bail!(InvalidArgument, "stop token id {id} is outside the vocabulary of {vocab} tokens");
         }
         Ok(Self {
             patterns: conditions.strings.iter().map(|s| Pattern::new(s)).collect(),
@@ -150,9 +143,8 @@ impl StopMatcher {
             let mut longest: Option<usize> = None;
             for (which, pattern) in self.patterns.iter_mut().enumerate() {
                 let ends_here = pattern.advance(byte);
-                let is_longer = longest.is_none_or(|best| {
-                    self.conditions.strings[which].len() > self.conditions.strings[best].len()
-                });
+                let is_longer = longest
+                    .is_none_or(|best| self.conditions.strings[which].len() > self.conditions.strings[best].len());
                 if ends_here && is_longer {
                     longest = Some(which);
                 }
@@ -277,8 +269,7 @@ mod tests {
         let ids = bytewise("a STO b ST");
         assert_eq!(run(&mut matcher(stop_at(&["STOP"])), &ids), ("a STO b ST".to_owned(), None));
         let mut held = matcher(stop_at(&["STOP"]));
-        let shown: Vec<_> =
-            bytewise("xSTx").iter().map(|&id| held.push(id).unwrap().text).collect();
+        let shown: Vec<_> = bytewise("xSTx").iter().map(|&id| held.push(id).unwrap().text).collect();
         assert_eq!(shown, ["x", "", "", "STx"]);
     }
 
@@ -315,8 +306,7 @@ mod tests {
 
     #[test]
     fn the_length_limit_counts_the_last_token_and_yields_to_a_stop_string() {
-        let limit =
-            |max, strings: &[&str]| StopConditions { max_tokens: Some(max), ..stop_at(strings) };
+        let limit = |max, strings: &[&str]| StopConditions { max_tokens: Some(max), ..stop_at(strings) };
         let ids = bytewise("abcdef");
         let result = run(&mut matcher(limit(3, &["cde"])), &ids);
         assert_eq!(result, ("abc".to_owned(), Some(StopReason::MaxTokens)));

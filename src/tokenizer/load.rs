@@ -158,26 +158,22 @@ fn build_pre_tokenizer(value: Value) -> Result<PreTokenizerWrapper> {
     if last.get("add_prefix_space").and_then(Value::as_bool) != Some(false) {
         bail!(Tokenizer, "pre_tokenizer: ByteLevel.add_prefix_space must be false");
     }
-    serde_json::from_value(value)
-        .map_err(|e| Error::new(ErrorKind::Tokenizer, format!("pre_tokenizer: {e}")))
+    serde_json::from_value(value).map_err(|e| Error::new(ErrorKind::Tokenizer, format!("pre_tokenizer: {e}")))
 }
 
 fn build_model(vocab: Vocab, merges: Merges) -> Result<BPE> {
     let pairs = match merges {
         Merges::Pairs(pairs) => pairs,
-        Merges::Joined(lines) => lines
-            .iter()
-            .enumerate()
-            .map(|(rank, line)| split_merge(rank, line))
-            .collect::<Result<_>>()?,
+        Merges::Joined(lines) => {
+            lines.iter().enumerate().map(|(rank, line)| split_merge(rank, line)).collect::<Result<_>>()?
+        }
     };
     let mut joined = String::new();
     for (rank, (left, right)) in pairs.iter().enumerate() {
         joined.clear();
         joined.push_str(left);
         joined.push_str(right);
-        if let Some(missing) = [left, right, &joined].into_iter().find(|t| !vocab.contains_key(*t))
-        {
+        if let Some(missing) = [left, right, &joined].into_iter().find(|t| !vocab.contains_key(*t)) {
             bail!(Tokenizer, "model.merges {rank}: {missing:?} is not in the vocabulary");
         }
     }
@@ -271,13 +267,7 @@ impl Table {
         Ok(())
     }
 
-    fn insert(
-        &mut self,
-        id: TokenId,
-        token: &str,
-        bytes: &[u8],
-        kind: Option<TokenKind>,
-    ) -> Result<()> {
+    fn insert(&mut self, id: TokenId, token: &str, bytes: &[u8], kind: Option<TokenKind>) -> Result<()> {
         if id > MAX_ID {
             bail!(Tokenizer, "id {id} of {token:?} is beyond {MAX_ID}");
         }

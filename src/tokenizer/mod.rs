@@ -16,8 +16,7 @@ mod marker_trie;
 use std::path::Path;
 
 use tokenizers::{
-    Model, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
-    models::bpe::BPE,
+    Model, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper, models::bpe::BPE,
 };
 
 use crate::TokenId;
@@ -120,8 +119,7 @@ impl Tokenizer {
     /// `Tokenizer`, naming the first id outside the vocabulary.
     pub fn decode(&self, ids: &[TokenId]) -> Result<String> {
         let bytes = self.decode_bytes(ids)?;
-        Ok(String::from_utf8(bytes)
-            .unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()))
+        Ok(String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()))
     }
 
     /// Bytes of `ids`, exactly; they need not be UTF-8.
@@ -183,10 +181,7 @@ impl Tokenizer {
         let found = self.spans.get(id as usize).and_then(|&span| Some((span, span.kind?)));
         found.ok_or_else(|| {
             let size = self.spans.len();
-            Error::new(
-                ErrorKind::Tokenizer,
-                format!("token id {id} is not in the vocabulary of {size} tokens"),
-            )
+            Error::new(ErrorKind::Tokenizer, format!("token id {id} is not in the vocabulary of {size} tokens"))
         })
     }
 

@@ -163,7 +163,11 @@ mod tests {
     #[test]
     fn a_groups_first_half_feeds_the_next_entry_and_its_second_half_its_own() {
         let got = run(4, 11);
-        assert_eq!(got.iter().map(|e| e.0).collect::<Vec<_>>(), [0, 1], "an entry every fourth token, none for the tail");
+        assert_eq!(
+            got.iter().map(|e| e.0).collect::<Vec<_>>(),
+            [0, 1],
+            "an entry every fourth token, none for the tail"
+        );
         for (j, entry) in got {
             for c in 0..DIM {
                 let mut slots = Vec::new();
@@ -182,8 +186,7 @@ mod tests {
         assert_eq!(got.len(), 2);
         for (j, entry) in got {
             for c in 0..DIM {
-                let slots: Vec<_> =
-                    (128 * j..128 * (j + 1)).map(|t| (row(t + 1000, DIM)[c], row(t, DIM)[c])).collect();
+                let slots: Vec<_> = (128 * j..128 * (j + 1)).map(|t| (row(t + 1000, DIM)[c], row(t, DIM)[c])).collect();
                 assert!((f64::from(entry[c]) - softmax_sum(&slots)).abs() < 1e-5, "entry {j} channel {c}");
             }
         }

@@ -103,7 +103,13 @@ pub fn select(cpu: &Cpu, queries: &Queries<'_>, view: LayerView<'_>, top_k: usiz
 }
 
 /// Scores of `count` queries from `first`: one vector of the visible entries each.
-pub fn scores(cpu: &Cpu, queries: &Queries<'_>, view: LayerView<'_>, first: usize, count: usize) -> Result<Vec<Vec<f32>>> {
+pub fn scores(
+    cpu: &Cpu,
+    queries: &Queries<'_>,
+    view: LayerView<'_>,
+    first: usize,
+    count: usize,
+) -> Result<Vec<Vec<f32>>> {
     let (heads, dim) = (queries.heads, queries.dim);
     let mut out = alloc::with_capacity("index score rows", count)?;
     for row in first..first + count {
@@ -177,7 +183,13 @@ mod tests {
         hadamard(&mut x);
         let norm = |v: &[f32]| v.iter().map(|&a| f64::from(a).powi(2)).sum::<f64>();
         assert!((norm(&x) / norm(&before) - 1.0).abs() < 1e-5);
-        assert!((x[1] - before.iter().enumerate().map(|(i, v)| if i % 2 == 0 { *v } else { -v }).sum::<f32>() / 128f32.sqrt()).abs() < 1e-5);
+        assert!(
+            (x[1]
+                - before.iter().enumerate().map(|(i, v)| if i % 2 == 0 { *v } else { -v }).sum::<f32>()
+                    / 128f32.sqrt())
+            .abs()
+                < 1e-5
+        );
         hadamard(&mut x);
         assert!(x.iter().zip(&before).all(|(a, b)| (a - b).abs() < 1e-5));
     }

@@ -370,13 +370,7 @@ struct Piece<'u> {
 }
 
 /// Fills `prepared` with all inputs.
-fn prepare(
-    pool: &Pool,
-    simd: Simd,
-    inputs: &[Input<'_>],
-    prepared: &mut [f32],
-    workers: &mut [Worker],
-) -> Result<()> {
+fn prepare(pool: &Pool, simd: Simd, inputs: &[Input<'_>], prepared: &mut [f32], workers: &mut [Worker]) -> Result<()> {
     let mut pieces = Vec::new();
     let mut rest = prepared;
     for input in inputs {
@@ -403,7 +397,6 @@ fn prepare(
     });
     Ok(())
 }
-
 
 impl Scratch {
     fn fit(&mut self, plans: &[Plan<'_>], prepared: usize, threads: usize, simd: Simd) -> Result<()> {

@@ -131,10 +131,7 @@ impl Trunk<'_> {
             p.index = Compression { u: output(&i.compressor.wkv)?, g: output(&i.compressor.wgate)? };
             p.index_weights = output(&i.weights_proj)?;
         }
-        let mut jobs = vec![
-            Job::new(w.wq_a.view(), xq, &mut p.q_lora),
-            Job::new(w.wkv.view(), xq, &mut p.kv),
-        ];
+        let mut jobs = vec![Job::new(w.wq_a.view(), xq, &mut p.q_lora), Job::new(w.wkv.view(), xq, &mut p.kv)];
         if let Some(m) = &w.compressor {
             jobs.push(Job::new(m.wkv.view(), x, &mut p.main.u));
             jobs.push(Job::new(m.wgate.view(), x, &mut p.main.g));
@@ -356,7 +353,13 @@ impl Trunk<'_> {
     }
 
     /// Inverse rotation, grouped `wo_a`, `wo_b`: `[rows, D]`.
-    fn project_output(&self, w: &AttentionWeights, o: Vec<f32>, rotations: &Rotations, rows: usize) -> Result<Vec<f32>> {
+    fn project_output(
+        &self,
+        w: &AttentionWeights,
+        o: Vec<f32>,
+        rotations: &Rotations,
+        rows: usize,
+    ) -> Result<Vec<f32>> {
         let (c, r) = (self.config, self.rounding);
         let (groups, rank) = (c.o_groups, c.o_lora_rank);
         let width = c.num_attention_heads * c.head_dim;

@@ -98,9 +98,7 @@ impl StepContext {
             ids.extend_from_slice(s.tokens);
             positions.extend(start..end);
             bounds.push(ids.len());
-            let of = |ratio: usize| {
-                Rotations::new(&tables.yarn, (start / ratio..end / ratio).map(move |j| j * ratio))
-            };
+            let of = |ratio: usize| Rotations::new(&tables.yarn, (start / ratio..end / ratio).map(move |j| j * ratio));
             entries.push([of(4)?, of(128)?]);
         }
         Ok(Self {
@@ -174,10 +172,6 @@ impl<'a> Trunk<'a> {
     /// Constants of the hyper-connections.
     fn hyper(&self) -> HyperParams {
         debug_assert!(self.config.hc_mult <= MAX_STREAMS, "checked when the config was read");
-        HyperParams {
-            streams: self.config.hc_mult,
-            iterations: self.config.hc_sinkhorn_iters,
-            eps: self.config.hc_eps,
-        }
+        HyperParams { streams: self.config.hc_mult, iterations: self.config.hc_sinkhorn_iters, eps: self.config.hc_eps }
     }
 }

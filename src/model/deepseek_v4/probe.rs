@@ -47,8 +47,7 @@ impl Probe {
     pub fn get(&self, layer: usize, name: &str) -> Option<Record> {
         let mut found = self.records.iter().filter(|r| r.layer == layer && r.name == name);
         let first = found.next()?;
-        let mut joined =
-            Record { layer, name: first.name, shape: first.shape.clone(), values: first.values.clone() };
+        let mut joined = Record { layer, name: first.name, shape: first.shape.clone(), values: first.values.clone() };
         for r in found {
             joined.shape[0] += r.shape[0];
             joined.values.extend_from_slice(&r.values);
