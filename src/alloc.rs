@@ -59,6 +59,21 @@ pub fn copied<T: Copy>(what: &str, values: &[T]) -> Result<Vec<T>> {
     Ok(vec)
 }
 
+/// Room for `more` elements beyond those in `vec`, growing by doubling.
+///
+/// # Errors
+/// As [`with_capacity`]; `vec` is unchanged.
+pub fn reserve<T>(what: &str, vec: &mut Vec<T>, more: usize) -> Result<()> {
+    if vec.capacity() - vec.len() >= more {
+        return Ok(());
+    }
+    let bytes = ((vec.len() + more) as u64).saturating_mul(size_of::<T>() as u64);
+    if is_refused() || vec.try_reserve(more).is_err() {
+        return Err(Error::out_of_memory(what, bytes));
+    }
+    Ok(())
+}
+
 /// Has the `n`th request from now (1 is the next one), of any thread of the process, refused; later ones succeed again.
 ///
 /// Process-wide, because worker threads allocate too: a test that uses it belongs in a test binary of its own, or
