@@ -12,6 +12,8 @@ mod resolve;
 use std::fmt;
 use std::sync::OnceLock;
 
+use once_cell::sync::OnceCell;
+
 use crate::alloc;
 use crate::error::{Result, bail};
 use crate::tensor::format::bf16_value;
@@ -26,9 +28,24 @@ pub struct Matrix {
     format: MatrixFormat,
     rows: usize,
     cols: usize,
+    /// Set once its pages have been read in.
+    populated: OnceCell<()>,
 }
 
 impl Matrix {
+    /// The matrix, its pages read in at the first call: so a disk error, or a file that shrank, is an error here and not
+    /// a signal in the middle of a product.
+    ///
+    /// # Errors
+    /// `Io`, naming the file.
+    pub fn ready(&self) -> Result<MatrixRef<'_>> {
+        self.populated.get_or_try_init(|| {
+            self.tensor.populate(0..self.tensor.byte_len())?;
+            self.scale.iter().try_for_each(|scale| scale.populate(0..scale.byte_len()))
+        })?;
+        Ok(self.view())
+    }
+
     /// The matrix as the operations take it. Reading it may touch the disk.
     pub fn view(&self) -> MatrixRef<'_> {
         let scales = match &self.scale {

@@ -131,15 +131,15 @@ impl Trunk<'_> {
             p.index = Compression { u: output(&i.compressor.wkv)?, g: output(&i.compressor.wgate)? };
             p.index_weights = output(&i.weights_proj)?;
         }
-        let mut jobs = vec![Job::new(w.wq_a.view(), xq, &mut p.q_lora), Job::new(w.wkv.view(), xq, &mut p.kv)];
+        let mut jobs = vec![Job::new(w.wq_a.ready()?, xq, &mut p.q_lora), Job::new(w.wkv.ready()?, xq, &mut p.kv)];
         if let Some(m) = &w.compressor {
-            jobs.push(Job::new(m.wkv.view(), x, &mut p.main.u));
-            jobs.push(Job::new(m.wgate.view(), x, &mut p.main.g));
+            jobs.push(Job::new(m.wkv.ready()?, x, &mut p.main.u));
+            jobs.push(Job::new(m.wgate.ready()?, x, &mut p.main.g));
         }
         if let Some(i) = &w.indexer {
-            jobs.push(Job::new(i.compressor.wkv.view(), x, &mut p.index.u));
-            jobs.push(Job::new(i.compressor.wgate.view(), x, &mut p.index.g));
-            jobs.push(Job::new(i.weights_proj.view(), x, &mut p.index_weights));
+            jobs.push(Job::new(i.compressor.wkv.ready()?, x, &mut p.index.u));
+            jobs.push(Job::new(i.compressor.wgate.ready()?, x, &mut p.index.g));
+            jobs.push(Job::new(i.weights_proj.ready()?, x, &mut p.index_weights));
         }
         self.cpu.linear(&mut jobs)?;
         for stored in [&mut p.q_lora, &mut p.kv, &mut p.index_weights] {
@@ -172,10 +172,10 @@ impl Trunk<'_> {
         let input = quantised.as_deref().unwrap_or(q_lora);
         let mut q = alloc::vec_f32("queries", rows * w.wq_b.rows())?;
         let mut index_q = Vec::new();
-        let mut jobs = vec![Job::new(w.wq_b.view(), input, &mut q)];
+        let mut jobs = vec![Job::new(w.wq_b.ready()?, input, &mut q)];
         if let Some(i) = &w.indexer {
             index_q = alloc::vec_f32("index queries", rows * i.wq_b.rows())?;
-            jobs.push(Job::new(i.wq_b.view(), input, &mut index_q));
+            jobs.push(Job::new(i.wq_b.ready()?, input, &mut index_q));
         }
         self.cpu.linear(&mut jobs)?;
         let r = self.rounding;
@@ -377,7 +377,7 @@ impl Trunk<'_> {
         })?;
         drop(o);
         let mut low = alloc::vec_f32("low-rank attention output", rows * groups * rank)?;
-        let mut wo_a = w.wo_a.view();
+        let mut wo_a = w.wo_a.ready()?;
         wo_a.round_to_bf16 = r.bf16;
         let mut jobs = alloc::with_capacity("output projection jobs", groups)?;
         for (group, output) in low.chunks_exact_mut(rows * rank).enumerate() {
@@ -399,7 +399,7 @@ impl Trunk<'_> {
             Ok(())
         })?;
         let mut y = alloc::vec_f32("attention sub-layer output", rows * c.hidden_size)?;
-        self.cpu.linear(&mut [Job::new(w.wo_b.view(), &joined, &mut y)])?;
+        self.cpu.linear(&mut [Job::new(w.wo_b.ready()?, &joined, &mut y)])?;
         store_bf16(&mut y, r.bf16);
         Ok(y)
     }

@@ -42,9 +42,9 @@ impl Trunk<'_> {
         let mut logits = alloc::vec_f32("router logits", rows * w.gate.rows())?;
         let (mut gate, mut up) = (self.expert_buffer(rows)?, self.expert_buffer(rows)?);
         self.cpu.linear(&mut [
-            Job::new(w.gate.view(), x, &mut logits),
-            Job::new(w.shared.w1.view(), xq, &mut gate),
-            Job::new(w.shared.w3.view(), xq, &mut up),
+            Job::new(w.gate.ready()?, x, &mut logits),
+            Job::new(w.shared.w1.ready()?, xq, &mut gate),
+            Job::new(w.shared.w3.ready()?, xq, &mut up),
         ])?;
         let routes = self.route(w, logits, ids)?;
         if probe.is_on() {
@@ -114,8 +114,8 @@ impl Trunk<'_> {
             (gate, gate_rest) = gate_rest.split_at_mut(rows * inter);
             (up, up_rest) = up_rest.split_at_mut(rows * inter);
             (input, input_rest) = input_rest.split_at(rows * d);
-            jobs.push(Job::new(w.experts[e].w1.view(), input, gate));
-            jobs.push(Job::new(w.experts[e].w3.view(), input, up));
+            jobs.push(Job::new(w.experts[e].w1.ready()?, input, gate));
+            jobs.push(Job::new(w.experts[e].w3.ready()?, input, up));
         }
         self.cpu.linear(&mut jobs)?;
         drop(jobs);
@@ -130,9 +130,9 @@ impl Trunk<'_> {
             let (output, input);
             (output, out_rest) = out_rest.split_at_mut(rows_of(e) * d);
             (input, input_rest) = input_rest.split_at(rows_of(e) * inter);
-            jobs.push(Job::new(w.experts[e].w2.view(), input, output));
+            jobs.push(Job::new(w.experts[e].w2.ready()?, input, output));
         }
-        jobs.push(Job::new(w.shared.w2.view(), shared_gate, &mut *shared));
+        jobs.push(Job::new(w.shared.w2.ready()?, shared_gate, &mut *shared));
         self.cpu.linear(&mut jobs)?;
         drop(jobs);
         store_bf16(&mut out, self.rounding.bf16);

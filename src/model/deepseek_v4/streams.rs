@@ -18,7 +18,9 @@ impl Trunk<'_> {
         let mut x = alloc::vec_f32("residual streams", ids.len() * streams * d)?;
         let table = self.weights.embed.view();
         for (x, &id) in x.chunks_exact_mut(streams * d).zip(ids) {
-            let row = &table.data[id as usize * 2 * d..(id as usize + 1) * 2 * d];
+            let bytes = id as usize * 2 * d..(id as usize + 1) * 2 * d;
+            self.weights.embed.tensor().populate(bytes.clone())?;
+            let row = &table.data[bytes];
             let (first, others) = x.split_at_mut(d);
             for (v, b) in first.iter_mut().zip(row.chunks_exact(2)) {
                 *v = bf16_value(u16::from_le_bytes([b[0], b[1]]));
@@ -75,7 +77,7 @@ impl Trunk<'_> {
         let rows = x.len() / width;
         let outputs = w.mix.rows();
         let mut projected = alloc::vec_f32("stream projection", rows * outputs)?;
-        self.cpu.linear(&mut [Job::new(w.mix.view(), x, &mut projected)])?;
+        self.cpu.linear(&mut [Job::new(w.mix.ready()?, x, &mut projected)])?;
         self.cpu.pool.chunks(&mut projected, outputs, |row, values| {
             let scale = inverse_rms(&x[row * width..(row + 1) * width], self.config.rms_norm_eps);
             values.iter_mut().for_each(|v| *v *= scale);
@@ -108,7 +110,7 @@ impl Trunk<'_> {
         probe.record(self.config.num_hidden_layers, "hidden", &[wanted.len(), d], &hidden);
         let vocab = self.config.vocab_size;
         let mut logits = alloc::vec_f32("logits", wanted.len() * vocab)?;
-        self.cpu.linear(&mut [Job::new(self.weights.head.view(), &hidden, &mut logits)])?;
+        self.cpu.linear(&mut [Job::new(self.weights.head.ready()?, &hidden, &mut logits)])?;
         if let Some(bad) = logits.iter().position(|v| !v.is_finite()) {
             return Err(Error::new(
                 ErrorKind::Numeric,

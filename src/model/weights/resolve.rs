@@ -4,6 +4,8 @@
 
 use std::cell::RefCell;
 
+use once_cell::sync::OnceCell;
+
 use super::{
     AttentionWeights, CompressorWeights, DraftWeights, DsparkWeights, ExpertWeights, HashTable, HyperWeights,
     IndexerWeights, LayerWeights, Matrix, MoeWeights, MtpWeights, Routing, Vector, Weights,
@@ -277,7 +279,7 @@ impl Resolver<'_> {
     /// A matrix without scales.
     fn plain(&self, name: &str, dtype: DType, rows: usize, cols: usize) -> Result<Matrix> {
         let format = if dtype == DType::F32 { MatrixFormat::F32 } else { MatrixFormat::Bf16 };
-        Ok(Matrix { tensor: self.tensor(name, dtype, &[rows, cols])?, scale: None, format, rows, cols })
+        Ok(Matrix { tensor: self.tensor(name, dtype, &[rows, cols])?, scale: None, format, rows, cols, populated: OnceCell::new() })
     }
 
     /// An E4M3 matrix; its scales are E8M0 or F32 (`-Base` releases).
@@ -285,14 +287,14 @@ impl Resolver<'_> {
         let tensor = self.tensor(&format!("{name}.weight"), DType::F8E4M3, &[rows, cols])?;
         let tiles = [rows.div_ceil(TILE), cols.div_ceil(TILE)];
         let scale = self.scale(name, &tensor, &[DType::F8E8M0, DType::F32], &tiles)?;
-        Ok(Matrix { tensor, scale: Some(scale), format: MatrixFormat::E4m3, rows, cols })
+        Ok(Matrix { tensor, scale: Some(scale), format: MatrixFormat::E4m3, rows, cols, populated: OnceCell::new() })
     }
 
     /// A packed E2M1 matrix; its scales are E8M0.
     fn fp4(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix> {
         let tensor = self.tensor(&format!("{name}.weight"), DType::I8, &[rows, cols / 2])?;
         let scale = self.scale(name, &tensor, &[DType::F8E8M0], &[rows, cols / FP4_BLOCK])?;
-        Ok(Matrix { tensor, scale: Some(scale), format: MatrixFormat::E2m1, rows, cols })
+        Ok(Matrix { tensor, scale: Some(scale), format: MatrixFormat::E2m1, rows, cols, populated: OnceCell::new() })
     }
 
     /// The scales that belong to `weight`.
