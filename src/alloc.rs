@@ -36,8 +36,16 @@ pub fn with_capacity<T>(what: &str, n: usize) -> Result<Vec<T>> {
 /// # Errors
 /// As [`with_capacity`].
 pub fn zeroed<T: Copy + Default>(what: &str, len: usize) -> Result<Vec<T>> {
+    filled(what, len, T::default())
+}
+
+/// `len` copies of `value` of `what`.
+///
+/// # Errors
+/// As [`with_capacity`].
+pub fn filled<T: Copy>(what: &str, len: usize, value: T) -> Result<Vec<T>> {
     let mut vec = with_capacity(what, len)?;
-    vec.resize(len, T::default());
+    vec.resize(len, value);
     Ok(vec)
 }
 

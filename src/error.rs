@@ -27,8 +27,11 @@ pub enum ErrorKind {
     Unavailable,
     /// An allocation sized by model, context, batch or file was refused; the message has the bytes.
     OutOfMemory,
-    /// The session's context, or the cache behind it, is full; the session is unchanged.
+    /// The session's context is full; the session is unchanged.
     ContextFull,
+    /// The cache's byte limit is reached by pages in use; the message has the counts. The session is unchanged, and
+    /// freeing anything lets it go on.
+    NoBlocks,
     /// The call was cancelled; what was computed before stays usable.
     Cancelled,
     /// The object is in use by another thread.

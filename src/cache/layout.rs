@@ -4,12 +4,19 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::pool::Bucket;
 use crate::error::{Error, ErrorKind};
 use crate::model::config::{Config, LayerKind};
 use crate::tensor::format::{
     E2M1, E4M3, amax, bf16_bits, bf16_value, e2m1_code, e2m1_scale, e4m3_code, e4m3_scale, e8m0_value,
 };
 
+/// KV rows of a wide page: the c4a entries of one block.
+pub const WIDE_ROWS: usize = 64;
+/// Keys of an index page: those of one block.
+pub const INDEX_KEYS: usize = 64;
+/// KV rows of a narrow page: the c128a entries of one block.
+pub const NARROW_ROWS: usize = 2;
 /// Values per E2M1 scale in an index key.
 const INDEX_BLOCK: usize = 32;
 
@@ -127,6 +134,55 @@ impl CacheLayout {
             KvFormat::Bf16 => 2 * self.index_dim,
             KvFormat::F32 => 4 * self.index_dim,
         }
+    }
+
+    /// Bytes of a page of each bucket: 64 rows, 64 keys, 2 rows.
+    pub fn page_bytes(&self) -> [usize; 3] {
+        [WIDE_ROWS * self.row_bytes(), INDEX_KEYS * self.key_bytes(), NARROW_ROWS * self.row_bytes()]
+    }
+
+    /// Pages of one 256-token block of layer `index`: wide, index, narrow.
+    pub fn block_pages(&self, index: usize) -> [usize; 3] {
+        match self.layers[index].kind {
+            LayerKind::Window => [0, 0, 0],
+            LayerKind::C4a => [1, 1, 0],
+            LayerKind::C128a => [0, 0, 1],
+        }
+    }
+
+    /// Wide pages of the window ring of one layer.
+    pub fn ring_pages(&self) -> usize {
+        self.window.div_ceil(WIDE_ROWS)
+    }
+
+    /// Bucket and pages of the main compressor's state of layer `index`.
+    pub fn main_state_pages(&self, index: usize) -> (Bucket, usize) {
+        let layer = &self.layers[index];
+        let bucket = if layer.kind == LayerKind::C128a { Bucket::Narrow } else { Bucket::Wide };
+        (bucket, (4 * layer.main_state).div_ceil(self.page_bytes()[bucket as usize]))
+    }
+
+    /// Index pages of the index compressor's state of layer `index`.
+    pub fn index_state_pages(&self, index: usize) -> usize {
+        (4 * self.layers[index].index_state).div_ceil(self.page_bytes()[Bucket::Index as usize])
+    }
+
+    /// Bytes of the pages of one block of all layers.
+    pub fn block_bytes(&self) -> u64 {
+        let sizes = self.page_bytes();
+        let layer = |i| self.block_pages(i).iter().zip(sizes).map(|(n, size)| (n * size) as u64).sum::<u64>();
+        (0..self.layers.len()).map(layer).sum()
+    }
+
+    /// Bytes of the pages of one sequence's windows and states: what it costs however long it is.
+    pub fn state_bytes(&self) -> u64 {
+        let sizes = self.page_bytes().map(|size| size as u64);
+        let layer = |i| {
+            let (bucket, pages) = self.main_state_pages(i);
+            self.ring_pages() as u64 * sizes[0] + pages as u64 * sizes[bucket as usize]
+                + self.index_state_pages(i) as u64 * sizes[1]
+        };
+        (0..self.layers.len()).map(layer).sum()
     }
 
     /// Stores a KV row `[head_dim]`; `out` has [`Self::row_bytes`] bytes.

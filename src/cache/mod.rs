@@ -1,19 +1,27 @@
-//! The cache of one sequence: window rings, compressed entries and index keys in pages of three sizes, and the
-//! running states of the compressors.
+//! The cache: window rings, compressed entries and index keys in pages of three sizes, and the running states of the
+//! compressors; shared between sequences where prefixes are equal.
 //!
-//! Pages live in three buckets (`wide`, `index`, `narrow`); one block of 256 native tokens is one table entry that
-//! names a page per layer and kind. Here each sequence owns its pages; sharing them between sequences is the business
-//! of a pool behind the same interface.
+//! * [`PagePool`] has the memory, [`CacheManager`] the limits, the [prefix index](PrefixKey) and the figures.
+//! * A [`Block`] is the pages of all layers for 256 tokens; a [`State`] is what a sequence carries besides.
+//! * A [`SequenceCache`] is a table of blocks and a state, each of its own or shared; what is shared is copied before
+//!   it is written.
 //!
 //! Invariant: a step never writes what is committed. It reads the cache, fills a [`Staged`] of its own, and
 //! [`SequenceCache::commit`] takes that over without a way to fail; so a cancelled or failed step leaves the sequence
 //! as it was. Knows nothing of devices or of the model's arithmetic.
 
-mod footprint;
+mod block;
 mod layout;
-mod pages;
+mod manager;
+mod pool;
+mod prefix;
 mod sequence;
+mod state;
 
+pub use block::Block;
 pub use layout::{CacheLayout, KvFormat, LayerLayout};
-pub use pages::{Bucket, PageId, Pages};
+pub use manager::{CacheManager, CacheOptions, CacheStats, CheckpointPolicy};
+pub use pool::{Bucket, Page, PageId, PagePool, PoolUsage};
+pub use prefix::{Hit, LookupEnd, PrefixKey};
 pub use sequence::{BLOCK_TOKENS, CacheBytes, LayerView, SequenceCache, Staged, StagedLayer};
+pub use state::State;

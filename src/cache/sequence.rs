@@ -1,53 +1,34 @@
-//! One sequence's block table, window rings and compressor states.
+//! One sequence: its table of blocks and its state, and what a step sees and adds.
 #![forbid(unsafe_code)]
+
+use std::sync::Arc;
 
 use crate::alloc;
 use crate::error::Result;
 use crate::model::config::LayerKind;
 
+use super::block::Block;
 use super::layout::CacheLayout;
-use super::pages::{Bucket, PageId, Pages};
+use super::manager::CacheManager;
+use super::state::State;
 
 /// Native tokens per block-table entry, for all layers.
 pub const BLOCK_TOKENS: usize = 256;
 
-/// Pages of one layer in one block.
-#[derive(Clone, Copy)]
-enum BlockPages {
-    None,
-    C4a { entries: PageId, keys: PageId },
-    C128a { entries: PageId },
-}
-
-struct Block {
-    layers: Vec<BlockPages>,
-}
-
-struct LayerState {
-    /// Ring of the last `window` rows; row of position p at slot p mod window.
-    ring: Vec<u8>,
-    main: Vec<f32>,
-    index: Vec<f32>,
-}
-
-/// Bytes of one sequence's cache by kind.
+/// Bytes of one sequence's cache by kind; shared pages count in full.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheBytes {
-    /// Window rings of all layers.
-    pub window: u64,
-    /// Compressor states of all layers.
+    /// Window rings and compressor states.
     pub state: u64,
-    /// Pages of compressed entries and index keys.
-    pub pages: u64,
+    /// Blocks of compressed entries and index keys.
+    pub blocks: u64,
 }
 
 /// The cache of one sequence; see the module's invariant.
 pub struct SequenceCache {
-    layout: CacheLayout,
-    len: usize,
-    blocks: Vec<Block>,
-    pages: Pages,
-    layers: Vec<LayerState>,
+    manager: Arc<CacheManager>,
+    blocks: Vec<Arc<Block>>,
+    state: Arc<State>,
 }
 
 /// What one step adds to one layer, not yet part of the cache.
@@ -76,196 +57,177 @@ pub struct Staged {
 }
 
 impl SequenceCache {
-    /// An empty cache. The window rings and states are allocated here; pages come with the tokens.
-    pub fn new(layout: CacheLayout) -> Result<Self> {
-        let (row, key) = (layout.row_bytes(), layout.key_bytes());
-        let pages = Pages::new([BLOCK_TOKENS / 4 * row, BLOCK_TOKENS / 4 * key, BLOCK_TOKENS / 128 * row]);
-        let mut layers = alloc::with_capacity("cache layers", layout.layers.len())?;
-        for l in &layout.layers {
-            let mut state = LayerState {
-                ring: alloc::zeroed("window ring", layout.window * row)?,
-                main: alloc::zeroed("compressor state", l.main_state)?,
-                index: alloc::zeroed("index compressor state", l.index_state)?,
-            };
-            reset_state(l.kind, layout.head_dim, &mut state.main);
-            reset_state(l.kind, layout.index_dim, &mut state.index);
-            layers.push(state);
-        }
-        Ok(Self { layout, len: 0, blocks: Vec::new(), pages, layers })
+    /// An empty sequence.
+    pub fn new(manager: &Arc<CacheManager>) -> Result<Self> {
+        let state = Arc::new(State::new(manager)?);
+        Ok(Self { manager: Arc::clone(manager), blocks: Vec::new(), state })
+    }
+
+    /// A sequence that shares everything with this one; what either writes later it first copies.
+    pub fn fork(&self) -> Result<Self> {
+        let mut blocks = alloc::with_capacity("block table", self.blocks.len())?;
+        blocks.extend(self.blocks.iter().map(Arc::clone));
+        Ok(Self { manager: Arc::clone(&self.manager), blocks, state: Arc::clone(&self.state) })
     }
 
     /// Tokens in the cache.
     pub fn len(&self) -> usize {
-        self.len
+        self.state.position()
     }
 
     /// Whether no token is in the cache.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
-    /// The layout it was made with.
+    /// The layout of its rows and pages.
     pub fn layout(&self) -> &CacheLayout {
-        &self.layout
+        self.manager.layout()
     }
 
-    /// Bytes held now.
+    /// Bytes of the pages it uses.
     pub fn bytes(&self) -> CacheBytes {
-        let sum = |f: fn(&LayerState) -> usize| self.layers.iter().map(|l| f(l) as u64).sum();
-        CacheBytes {
-            window: sum(|l| l.ring.len()),
-            state: sum(|l| 4 * (l.main.len() + l.index.len())),
-            pages: self.pages.bytes().0,
-        }
+        let layout = self.layout();
+        CacheBytes { state: layout.state_bytes(), blocks: self.blocks.len() as u64 * layout.block_bytes() }
     }
 
-    /// Makes sure that `count` more tokens have pages, and stages a step of that many. On error the cache is as before.
+    /// The state behind the last token; a checkpoint, if it is kept.
+    pub fn checkpoint(&self) -> Arc<State> {
+        Arc::clone(&self.state)
+    }
+
+    /// The blocks that hold 256 tokens each; a last one that holds fewer is not among them.
+    pub fn full_blocks(&self) -> &[Arc<Block>] {
+        &self.blocks[..self.len() / BLOCK_TOKENS]
+    }
+
+    /// Puts a block of equal content in place of the full block `i`, so that it is stored once.
+    pub fn replace_block(&mut self, i: usize, block: Arc<Block>) {
+        self.blocks[i] = block;
+    }
+
+    /// Appends shared full blocks and goes to the checkpoint `state` at their end. The sequence ends at a block's end.
+    /// On error nothing changes.
+    pub fn extend(&mut self, blocks: &[Arc<Block>], state: Arc<State>) -> Result<()> {
+        debug_assert_eq!(self.len() % BLOCK_TOKENS, 0, "only a sequence of full blocks can be extended");
+        alloc::reserve("block table", &mut self.blocks, blocks.len())?;
+        // a step that did not finish may have left a block behind
+        self.blocks.truncate(self.len() / BLOCK_TOKENS);
+        self.blocks.extend(blocks.iter().map(Arc::clone));
+        self.state = state;
+        Ok(())
+    }
+
+    /// Goes back to `state`, a checkpoint of this very sequence.
+    pub fn rewind(&mut self, state: Arc<State>) {
+        self.blocks.truncate(state.position().div_ceil(BLOCK_TOKENS));
+        self.state = state;
+    }
+
+    /// Makes sure that `count` more tokens have pages of their own, and stages a step of that many. On error the
+    /// sequence is as before.
     pub fn stage(&mut self, count: usize) -> Result<Staged> {
-        let blocks = (self.len + count).div_ceil(BLOCK_TOKENS);
-        while self.blocks.len() < blocks {
-            self.add_block()?;
+        if count > 0 {
+            self.own(count)?;
         }
-        let row = self.layout.row_bytes();
-        let mut layers = alloc::with_capacity("staged layers", self.layers.len())?;
-        for (state, l) in self.layers.iter().zip(&self.layout.layers) {
-            let mut staged =
-                StagedLayer { rows: alloc::zeroed("staged window rows", count * row)?, ..Default::default() };
+        let layout = self.manager.layout();
+        let (start, row) = (self.len(), layout.row_bytes());
+        let mut layers = alloc::with_capacity("staged layers", layout.layers.len())?;
+        for (i, l) in layout.layers.iter().enumerate() {
+            let (main_state, index_state) = self.state.compressors(layout, i)?;
+            let rows = alloc::zeroed("staged window rows", count * row)?;
+            let mut staged = StagedLayer { rows, main_state, index_state, ..Default::default() };
             if l.kind != LayerKind::Window {
-                let completed = (self.len + count) / l.kind.ratio() - self.len / l.kind.ratio();
+                let completed = (start + count) / l.kind.ratio() - start / l.kind.ratio();
                 staged.entries = alloc::with_capacity("staged entries", completed * row)?;
-                staged.main_state = alloc::copied("compressor state", &state.main)?;
                 if l.kind == LayerKind::C4a {
-                    staged.keys = alloc::with_capacity("staged index keys", completed * self.layout.key_bytes())?;
-                    staged.index_state = alloc::copied("index compressor state", &state.index)?;
+                    staged.keys = alloc::with_capacity("staged index keys", completed * layout.key_bytes())?;
                 }
             }
             layers.push(staged);
         }
-        Ok(Staged { start: self.len, count, layers })
+        Ok(Staged { start, count, layers })
     }
 
-    /// Takes a finished step over. `staged` comes from [`Self::stage`] with no other commit in between.
-    pub fn commit(&mut self, staged: Staged) {
-        debug_assert_eq!(staged.start, self.len, "a step is committed to the state it was staged on");
-        for (index, step) in staged.layers.into_iter().enumerate() {
-            self.commit_layer(index, staged.start, staged.count, step);
+    /// Has everything that `count` more tokens will write in pages that nobody else uses.
+    fn own(&mut self, count: usize) -> Result<()> {
+        let before = self.blocks.len();
+        let needed = (self.len() + count).div_ceil(BLOCK_TOKENS);
+        alloc::reserve("block table", &mut self.blocks, needed.saturating_sub(before))?;
+        let result = self.own_pages(needed);
+        if result.is_err() {
+            self.blocks.truncate(before);
         }
-        self.len += staged.count;
+        result
+    }
+
+    fn own_pages(&mut self, needed: usize) -> Result<()> {
+        if let Some(last) = self.blocks.get_mut(self.state.position() / BLOCK_TOKENS) {
+            if Arc::get_mut(last).is_none() {
+                *last = Arc::new(last.copy(&self.manager)?);
+                self.manager.count_copy();
+            }
+        }
+        if Arc::get_mut(&mut self.state).is_none() {
+            self.state = Arc::new(self.state.copy(&self.manager)?);
+        }
+        while self.blocks.len() < needed {
+            self.blocks.push(Arc::new(Block::new(&self.manager)?));
+        }
+        Ok(())
+    }
+
+    /// Takes a finished step over. `staged` comes from [`Self::stage`] with no other change in between.
+    pub fn commit(&mut self, staged: Staged) {
+        let end = staged.start + staged.count;
+        for (index, step) in staged.layers.into_iter().enumerate() {
+            self.commit_layer(index, staged.start, step);
+        }
+        self.set_position(end);
     }
 
     /// Takes over one layer of a step that ran only that layer; for [`crate::engine::research`].
     pub(crate) fn commit_partial(&mut self, mut staged: Staged, layer: usize) {
         let step = std::mem::take(&mut staged.layers[layer]);
-        self.commit_layer(layer, staged.start, staged.count, step);
-        self.len += staged.count;
+        self.commit_layer(layer, staged.start, step);
+        self.set_position(staged.start + staged.count);
     }
 
-    fn commit_layer(&mut self, index: usize, start: usize, count: usize, step: StagedLayer) {
-        let (row, key, window) = (self.layout.row_bytes(), self.layout.key_bytes(), self.layout.window);
-        let ratio = self.layout.layers[index].kind.ratio();
-        for i in count.saturating_sub(window)..count {
-            let slot = (start + i) % window;
-            self.layers[index].ring[slot * row..(slot + 1) * row].copy_from_slice(&step.rows[i * row..(i + 1) * row]);
-        }
+    fn set_position(&mut self, position: usize) {
+        Arc::get_mut(&mut self.state).expect("stage made the state our own").set_position(position);
+    }
+
+    fn commit_layer(&mut self, index: usize, start: usize, step: StagedLayer) {
+        debug_assert_eq!(start, self.len(), "a step is committed to the state it was staged on");
+        let layout = self.manager.layout();
+        let state = Arc::get_mut(&mut self.state).expect("stage made the state our own");
+        state.advance(layout, index, start, &step.rows, &step.main_state, &step.index_state);
+        let ratio = layout.layers[index].kind.ratio();
         if ratio == 0 {
             return;
         }
-        let per_block = BLOCK_TOKENS / ratio;
-        let first = start / ratio;
-        for (i, entry) in step.entries.chunks_exact(row).enumerate() {
-            let (block, slot) = ((first + i) / per_block, (first + i) % per_block);
-            let (bucket, page) = match self.blocks[block].layers[index] {
-                BlockPages::C4a { entries, .. } => (Bucket::Wide, entries),
-                BlockPages::C128a { entries } => (Bucket::Narrow, entries),
-                BlockPages::None => unreachable!("a compressed layer has pages in every block"),
-            };
-            self.pages.get_mut(bucket, page)[slot * row..(slot + 1) * row].copy_from_slice(entry);
+        let (first, per_block) = (start / ratio, BLOCK_TOKENS / ratio);
+        for (i, entry) in step.entries.chunks_exact(layout.row_bytes()).enumerate() {
+            let block = Arc::get_mut(&mut self.blocks[(first + i) / per_block]).expect("stage made the block our own");
+            block.set_entry(index, (first + i) % per_block, entry);
         }
-        for (i, bytes) in step.keys.chunks_exact(key).enumerate() {
-            let (block, slot) = ((first + i) / per_block, (first + i) % per_block);
-            if let BlockPages::C4a { keys, .. } = self.blocks[block].layers[index] {
-                self.pages.get_mut(Bucket::Index, keys)[slot * key..(slot + 1) * key].copy_from_slice(bytes);
-            }
+        for (i, key) in step.keys.chunks_exact(layout.key_bytes()).enumerate() {
+            let block = Arc::get_mut(&mut self.blocks[(first + i) / per_block]).expect("stage made the block our own");
+            block.set_key(index, (first + i) % per_block, key);
         }
-        self.layers[index].main = step.main_state;
-        self.layers[index].index = step.index_state;
     }
 
-    /// Forgets everything and starts an empty sequence; memory is kept for reuse.
-    pub fn clear(&mut self) {
-        while let Some(block) = self.blocks.pop() {
-            self.free_block(&block);
-        }
-        for (state, l) in self.layers.iter_mut().zip(&self.layout.layers) {
-            reset_state(l.kind, self.layout.head_dim, &mut state.main);
-            reset_state(l.kind, self.layout.index_dim, &mut state.index);
-        }
-        self.len = 0;
-    }
-
-    fn add_block(&mut self) -> Result<()> {
-        alloc::reserve("block table", &mut self.blocks, 1)?;
-        let mut block = Block { layers: alloc::with_capacity("block table", self.layout.layers.len())? };
-        for l in &self.layout.layers {
-            match take_pages(&mut self.pages, l.kind) {
-                Ok(pages) => block.layers.push(pages),
-                Err(error) => {
-                    self.free_block(&block);
-                    return Err(error);
-                }
-            }
-        }
-        self.blocks.push(block);
+    /// Forgets everything and starts an empty sequence. On error nothing changes.
+    pub fn clear(&mut self) -> Result<()> {
+        let state = Arc::new(State::new(&self.manager)?);
+        self.blocks.clear();
+        self.state = state;
         Ok(())
-    }
-
-    fn free_block(&mut self, block: &Block) {
-        for pages in &block.layers {
-            match *pages {
-                BlockPages::None => {}
-                BlockPages::C4a { entries, keys } => {
-                    self.pages.free(Bucket::Wide, entries);
-                    self.pages.free(Bucket::Index, keys);
-                }
-                BlockPages::C128a { entries } => self.pages.free(Bucket::Narrow, entries),
-            }
-        }
     }
 
     /// One layer as a step in flight sees it: what is committed, then what `staged` adds.
     pub fn view<'a>(&'a self, index: usize, staged: &'a Staged) -> LayerView<'a> {
         LayerView { cache: self, index, staged }
-    }
-}
-
-fn take_pages(pages: &mut Pages, kind: LayerKind) -> Result<BlockPages> {
-    match kind {
-        LayerKind::Window => Ok(BlockPages::None),
-        LayerKind::C128a => Ok(BlockPages::C128a { entries: pages.take(Bucket::Narrow)? }),
-        LayerKind::C4a => {
-            let entries = pages.take(Bucket::Wide)?;
-            match pages.take(Bucket::Index) {
-                Ok(keys) => Ok(BlockPages::C4a { entries, keys }),
-                Err(error) => {
-                    pages.free(Bucket::Wide, entries);
-                    Err(error)
-                }
-            }
-        }
-    }
-}
-
-/// Empty compressor state: values 0, gates minus infinity. See [`CacheLayout::new`] for the order of the parts.
-fn reset_state(kind: LayerKind, dim: usize, state: &mut [f32]) {
-    state.fill(0.0);
-    match kind {
-        LayerKind::Window => {}
-        LayerKind::C4a if state.is_empty() => {}
-        LayerKind::C4a => {
-            state[4 * dim..8 * dim].fill(f32::NEG_INFINITY);
-            state[16 * dim..].fill(f32::NEG_INFINITY);
-        }
-        LayerKind::C128a => state.iter_mut().take(dim).for_each(|v| *v = f32::NEG_INFINITY),
     }
 }
 
@@ -280,52 +242,36 @@ pub struct LayerView<'a> {
 impl<'a> LayerView<'a> {
     /// Layout of the rows and keys.
     pub fn layout(&self) -> &'a CacheLayout {
-        &self.cache.layout
+        self.cache.layout()
     }
 
     /// Encoded window row of `position`, which lies within the window of the step's tokens.
     pub fn window_row(&self, position: usize) -> &'a [u8] {
-        let row = self.cache.layout.row_bytes();
-        let step = &self.staged.layers[self.index];
+        let row = self.layout().row_bytes();
         match position.checked_sub(self.staged.start) {
-            Some(i) => &step.rows[i * row..(i + 1) * row],
-            None => {
-                let slot = position % self.cache.layout.window;
-                &self.cache.layers[self.index].ring[slot * row..(slot + 1) * row]
-            }
+            Some(i) => &self.staged.layers[self.index].rows[i * row..(i + 1) * row],
+            None => self.cache.state.window_row(self.layout(), self.index, position),
         }
     }
 
     /// Encoded compressed entry `j`.
     pub fn entry(&self, j: usize) -> &'a [u8] {
-        let row = self.cache.layout.row_bytes();
-        let ratio = self.cache.layout.layers[self.index].kind.ratio();
-        let committed = self.staged.start / ratio;
-        if let Some(i) = j.checked_sub(committed) {
+        let row = self.layout().row_bytes();
+        let ratio = self.layout().layers[self.index].kind.ratio();
+        if let Some(i) = j.checked_sub(self.staged.start / ratio) {
             return &self.staged.layers[self.index].entries[i * row..(i + 1) * row];
         }
         let per_block = BLOCK_TOKENS / ratio;
-        let slot = j % per_block;
-        let page = match self.cache.blocks[j / per_block].layers[self.index] {
-            BlockPages::C4a { entries, .. } => self.cache.pages.get(Bucket::Wide, entries),
-            BlockPages::C128a { entries } => self.cache.pages.get(Bucket::Narrow, entries),
-            BlockPages::None => unreachable!("only compressed layers have entries"),
-        };
-        &page[slot * row..(slot + 1) * row]
+        self.cache.blocks[j / per_block].entry(self.index, j % per_block, row)
     }
 
     /// Encoded index key `j` of a c4a layer.
     pub fn key(&self, j: usize) -> &'a [u8] {
-        let bytes = self.cache.layout.key_bytes();
-        let committed = self.staged.start / 4;
-        if let Some(i) = j.checked_sub(committed) {
+        let bytes = self.layout().key_bytes();
+        if let Some(i) = j.checked_sub(self.staged.start / 4) {
             return &self.staged.layers[self.index].keys[i * bytes..(i + 1) * bytes];
         }
         let per_block = BLOCK_TOKENS / 4;
-        let slot = j % per_block;
-        let BlockPages::C4a { keys, .. } = self.cache.blocks[j / per_block].layers[self.index] else {
-            unreachable!("only c4a layers have index keys");
-        };
-        &self.cache.pages.get(Bucket::Index, keys)[slot * bytes..(slot + 1) * bytes]
+        self.cache.blocks[j / per_block].key(self.index, j % per_block, bytes)
     }
 }

@@ -7,7 +7,7 @@ pub mod research;
 use std::sync::Arc;
 
 use crate::backend::cpu::Cpu;
-use crate::cache::{CacheLayout, KvFormat, SequenceCache};
+use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
@@ -27,6 +27,7 @@ pub struct Engine {
     kv_format: KvFormat,
     cpu: Cpu,
     tables: Tables,
+    cache: Arc<CacheManager>,
 }
 
 impl Engine {
@@ -48,7 +49,11 @@ impl Engine {
         // the small vectors are widened now, so that a step meets no page of them for the first time
         model.weights().prepare()?;
         let tables = Tables::new(model.config());
-        Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables }))
+        let context =
+            format!("{:032x} {} {kv_format} {}", model.fingerprint(), options.numerics, options.prefix_salt);
+        let layout = CacheLayout::new(model.config(), kv_format);
+        let cache = CacheManager::new(layout, options.cache_options(), context.as_bytes());
+        Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables, cache }))
     }
 
     /// The model it runs.
@@ -78,7 +83,17 @@ impl Engine {
 
     /// An empty cache for one sequence.
     pub(crate) fn new_cache(&self) -> Result<SequenceCache> {
-        SequenceCache::new(CacheLayout::new(self.model.config(), self.kv_format))
+        SequenceCache::new(&self.cache)
+    }
+
+    /// The pages and prefixes that the engine's sessions share.
+    pub(crate) fn cache(&self) -> &Arc<CacheManager> {
+        &self.cache
+    }
+
+    /// Figures of the cache.
+    pub fn cache_stats(&self) -> CacheStats {
+        self.cache.stats()
     }
 
     /// Runs `tokens` behind what `cache` holds and commits them. On error, and when `between` ends the step with one,

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::cache::KvFormat;
+use crate::cache::{BLOCK_TOKENS, CacheOptions, CheckpointPolicy, KvFormat};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::Numerics;
 
@@ -53,6 +53,16 @@ pub struct EngineOptions {
     pub threads: usize,
     /// Most tokens that go through the model at once, 1 to 65,536. More is faster and takes more memory.
     pub prefill_chunk: usize,
+    /// Most bytes of cache pages, sessions and reusable prefixes together; 0 takes a quarter of the machine's memory.
+    pub cache_bytes: u64,
+    /// Most bytes of checkpoints kept for prefix reuse, within `cache_bytes`; 0 takes a quarter of those.
+    pub checkpoint_bytes: u64,
+    /// Where checkpoints are kept.
+    pub checkpoints: CheckpointPolicy,
+    /// Prefixes are shared only between engines' sessions of equal salt; any text.
+    pub prefix_salt: String,
+    /// Fill freed cache pages with NaN bytes, so that a stale read shows. For tests; slower.
+    pub poison_cache: bool,
 }
 
 impl Default for EngineOptions {
@@ -63,6 +73,11 @@ impl Default for EngineOptions {
             device: DeviceChoice::Cpu,
             threads: 0,
             prefill_chunk: 256,
+            cache_bytes: 0,
+            checkpoint_bytes: 0,
+            checkpoints: CheckpointPolicy::Boundary,
+            prefix_salt: String::new(),
+            poison_cache: false,
         }
     }
 }
@@ -88,6 +103,11 @@ impl EngineOptions {
         if self.prefill_chunk == 0 || self.prefill_chunk > Self::MAX_PREFILL_CHUNK {
             bail!(InvalidArgument, "prefill_chunk is {}; 1 to {}", self.prefill_chunk, Self::MAX_PREFILL_CHUNK);
         }
+        if let CheckpointPolicy::Every(n) = self.checkpoints {
+            if n == 0 || !n.is_multiple_of(BLOCK_TOKENS) {
+                bail!(InvalidArgument, "checkpoints every {n} tokens; a multiple of {BLOCK_TOKENS} is needed");
+            }
+        }
         if let DeviceChoice::Cuda(n) = self.device {
             let devices = crate::backend::cuda_devices()?;
             if devices.len() <= n as usize {
@@ -97,4 +117,19 @@ impl EngineOptions {
         }
         Ok(())
     }
+
+    pub(super) fn cache_options(&self) -> CacheOptions {
+        let limit = if self.cache_bytes == 0 { machine_memory() / 4 } else { self.cache_bytes };
+        let checkpoint_limit = if self.checkpoint_bytes == 0 { limit / 4 } else { self.checkpoint_bytes.min(limit) };
+        CacheOptions { limit, checkpoint_limit, policy: self.checkpoints, poison: self.poison_cache }
+    }
+}
+
+/// Physical memory in bytes; 16 GiB where the system does not tell.
+fn machine_memory() -> u64 {
+    let total = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+    });
+    total.map_or(16 << 30, |kib| kib << 10)
 }

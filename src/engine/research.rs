@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::cache::{CacheLayout, KvFormat, SequenceCache};
+use crate::cache::{CacheLayout, CacheManager, CacheOptions, KvFormat, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment};
 
@@ -18,6 +18,7 @@ pub struct Lab {
     rounding: Rounding,
     format: KvFormat,
     layers: Vec<SequenceCache>,
+    manager: Arc<CacheManager>,
 }
 
 impl Lab {
@@ -33,9 +34,9 @@ impl Lab {
 
     fn with(engine: &Arc<Engine>, rounding: Rounding, format: KvFormat) -> Result<Self> {
         let layout = CacheLayout::new(engine.model().config(), format);
-        let layers =
-            layout.layers.iter().map(|_| SequenceCache::new(layout.clone())).collect::<Result<Vec<SequenceCache>>>()?;
-        Ok(Self { engine: Arc::clone(engine), rounding, format, layers })
+        let manager = CacheManager::new(layout, CacheOptions::PRIVATE, b"");
+        let layers = (0..engine.model().config().num_hidden_layers).map(|_| SequenceCache::new(&manager));
+        Ok(Self { engine: Arc::clone(engine), rounding, format, layers: layers.collect::<Result<_>>()?, manager })
     }
 
     /// Storage of the lab's cache.
@@ -72,8 +73,8 @@ impl Lab {
     /// Final streams to logits of every row.
     pub fn head(&self, streams: &[f32], ids: &[u32], probe: &mut Probe) -> Result<Vec<f32>> {
         let trunk = self.engine.trunk(self.rounding);
-        let cache = SequenceCache::new(CacheLayout::new(self.engine.model().config(), self.format))?;
-        let mut empty = SequenceCache::new(CacheLayout::new(self.engine.model().config(), self.format))?;
+        let cache = SequenceCache::new(&self.manager)?;
+        let mut empty = SequenceCache::new(&self.manager)?;
         let segments = [Segment { cache: &cache, staged: empty.stage(ids.len())?, tokens: ids }];
         let step = trunk.context(&segments)?;
         trunk.head(streams, &step, LogitRows::All, probe)

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use once_cell::sync::OnceCell;
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::tokenizer::Tokenizer;
@@ -36,6 +37,7 @@ pub struct Model {
     weights: Weights,
     checkpoint: Checkpoint,
     tokenizer: OnceCell<Arc<Tokenizer>>,
+    fingerprint: OnceCell<u128>,
 }
 
 impl Model {
@@ -57,7 +59,14 @@ impl Model {
     pub fn from_parts(path: PathBuf, config: Config, checkpoint: Checkpoint) -> Result<Arc<Self>> {
         let config = config.with_checkpoint(&checkpoint)?;
         let weights = Weights::resolve(&config, &checkpoint)?;
-        Ok(Arc::new(Self { path, config, weights, checkpoint, tokenizer: OnceCell::new() }))
+        Ok(Arc::new(Self { path, config, weights, checkpoint, tokenizer: OnceCell::new(), fingerprint: OnceCell::new() }))
+    }
+
+    /// Identity of the checkpoint as far as it can be had without reading weights: config, tensor names, types and
+    /// shapes, and the shards' sizes and times of modification. Caches and session files of one model are refused by
+    /// another.
+    pub fn fingerprint(&self) -> u128 {
+        *self.fingerprint.get_or_init(|| fingerprint(&self.config, &self.checkpoint))
     }
 
     /// The folder it was opened from.
@@ -102,4 +111,21 @@ impl Model {
             Ok(Arc::new(tokenizer))
         })
     }
+}
+
+fn fingerprint(config: &Config, checkpoint: &Checkpoint) -> u128 {
+    let mut hash = Xxh3::new();
+    hash.update(format!("{config:?}").as_bytes());
+    for shard in checkpoint.shards() {
+        let modified = std::fs::metadata(shard.path()).and_then(|m| m.modified()).ok();
+        let modified = modified.and_then(|t| t.duration_since(std::time::UNIX_EPOCH).ok()).unwrap_or_default();
+        hash.update(&shard.declared_bytes().to_le_bytes());
+        hash.update(&modified.as_nanos().to_le_bytes());
+    }
+    for tensor in checkpoint.tensors() {
+        hash.update(tensor.name().as_bytes());
+        hash.update(tensor.dtype().name().as_bytes());
+        tensor.shape().iter().for_each(|&n| hash.update(&(n as u64).to_le_bytes()));
+    }
+    hash.digest128()
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::TokenId;
 use crate::alloc;
-use crate::cache::{CacheBytes, SequenceCache};
+use crate::cache::{BLOCK_TOKENS, CacheBytes, CheckpointPolicy, PrefixKey, SequenceCache, State};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
@@ -60,6 +60,12 @@ pub struct Session {
     tokens: Vec<TokenId>,
     /// Logits behind the last token; empty before the first.
     logits: Vec<f32>,
+    /// Keys of the full blocks, in order.
+    keys: Vec<PrefixKey>,
+    /// The state at the end of the last prompt: what a truncation to there or beyond starts from.
+    mark: Option<Arc<State>>,
+    /// Tokens that were reused from other prompts instead of computed.
+    reused: u64,
     cancel: CancelToken,
 }
 
@@ -80,6 +86,9 @@ impl Session {
             context,
             tokens: Vec::new(),
             logits: Vec::new(),
+            keys: Vec::new(),
+            mark: None,
+            reused: 0,
             cancel: CancelToken::new(),
         })
     }
@@ -129,10 +138,10 @@ impl Session {
             );
         }
         alloc::reserve("session tokens", &mut self.tokens, tokens.len())?;
-        let chunk = self.engine.options().prefill_chunk;
-        let mut done = 0;
+        let mut done = if rows == LogitRows::Last { self.reuse(tokens)? } else { 0 };
+        let end = self.position() + tokens.len() - done;
         while done < tokens.len() {
-            let part = &tokens[done..(done + chunk).min(tokens.len())];
+            let part = &tokens[done..done + self.next_chunk(end)];
             let last = done + part.len() == tokens.len();
             let wanted = if rows == LogitRows::Last && !last { LogitRows::None } else { rows };
             let cancel = &self.cancel;
@@ -141,6 +150,7 @@ impl Session {
             done += part.len();
             // until the call is complete the session's logits would be those of an older token
             self.logits.clear();
+            self.publish(end)?;
             if rows == LogitRows::All {
                 let first = self.position() - part.len();
                 for (i, row) in logits.chunks_exact(vocab).enumerate() {
@@ -153,6 +163,69 @@ impl Session {
             if progress(Progress { done, total: tokens.len() }).is_break() && !last {
                 return Err(cancelled(done, tokens.len()));
             }
+        }
+        if tokens.len() > 1 {
+            self.mark = Some(self.cache.checkpoint());
+        }
+        Ok(())
+    }
+
+    /// Takes over what the cache has of `tokens`, all but the last, whose logits must be computed. Returns how many.
+    fn reuse(&mut self, tokens: &[TokenId]) -> Result<usize> {
+        let cache = self.engine.cache();
+        let off = cache.options().policy == CheckpointPolicy::None;
+        if off || tokens.len() <= BLOCK_TOKENS || !self.position().is_multiple_of(BLOCK_TOKENS) {
+            return Ok(0);
+        }
+        let from = self.keys.last().copied().unwrap_or(cache.root());
+        let hit = cache.lookup(from, &tokens[..tokens.len() - 1])?;
+        let Some(state) = hit.state else { return Ok(0) };
+        let count = hit.blocks.len() * BLOCK_TOKENS;
+        alloc::reserve("session blocks", &mut self.keys, hit.keys.len())?;
+        self.cache.extend(&hit.blocks, state)?;
+        self.keys.extend_from_slice(&hit.keys);
+        self.tokens.extend_from_slice(&tokens[..count]);
+        self.logits.clear();
+        self.reused += count as u64;
+        Ok(count)
+    }
+
+    /// Tokens of the next chunk of a call that ends at position `end`: chunks stop where a checkpoint is wanted.
+    fn next_chunk(&self, end: usize) -> usize {
+        let position = self.position();
+        let stop = match self.engine.cache().options().policy {
+            CheckpointPolicy::None => end,
+            CheckpointPolicy::Boundary => end / BLOCK_TOKENS * BLOCK_TOKENS,
+            CheckpointPolicy::Every(n) => (position / n + 1) * n,
+        };
+        let stop = if stop > position { stop.min(end) } else { end };
+        (stop - position).min(self.engine.options().prefill_chunk)
+    }
+
+    /// Makes the blocks that are full now findable, and keeps a checkpoint where the policy of a call that ends at
+    /// position `end` wants one.
+    fn publish(&mut self, end: usize) -> Result<()> {
+        let cache = Arc::clone(self.engine.cache());
+        if cache.options().policy == CheckpointPolicy::None {
+            return Ok(());
+        }
+        for i in self.keys.len()..self.cache.full_blocks().len() {
+            let parent = self.keys.last().copied().unwrap_or(cache.root());
+            let tokens = &self.tokens[i * BLOCK_TOKENS..(i + 1) * BLOCK_TOKENS];
+            alloc::reserve("session blocks", &mut self.keys, 1)?;
+            if let Some(equal) = cache.publish(parent, tokens, &self.cache.full_blocks()[i])? {
+                self.cache.replace_block(i, equal);
+            }
+            self.keys.push(parent.extend(tokens));
+        }
+        let position = self.position();
+        let wanted = match cache.options().policy {
+            CheckpointPolicy::None => false,
+            CheckpointPolicy::Boundary => position.is_multiple_of(BLOCK_TOKENS) && position + BLOCK_TOKENS > end,
+            CheckpointPolicy::Every(n) => position.is_multiple_of(n),
+        };
+        if let (true, Some(&key)) = (wanted, self.keys.last()) {
+            cache.keep_checkpoint(key, &self.cache.checkpoint());
         }
         Ok(())
     }
@@ -189,11 +262,87 @@ impl Session {
         self.context - self.tokens.len()
     }
 
-    /// Empties the session; its memory is kept for reuse.
-    pub fn clear(&mut self) {
-        self.cache.clear();
+    /// Empties the session.
+    ///
+    /// # Errors
+    /// `OutOfMemory` or `NoBlocks` if there is no room for an empty state; the session is unchanged.
+    pub fn clear(&mut self) -> Result<()> {
+        self.cache.clear()?;
         self.tokens.clear();
+        self.keys.clear();
         self.logits.clear();
+        self.mark = None;
+        Ok(())
+    }
+
+    /// A session with the same tokens and logits. Their pages are shared; whoever writes to a partial block first
+    /// copies it.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn fork(&self) -> Result<Self> {
+        self.engine.cache().count_fork();
+        Ok(Self {
+            engine: Arc::clone(&self.engine),
+            cache: self.cache.fork()?,
+            context: self.context,
+            tokens: alloc::copied("session tokens", &self.tokens)?,
+            logits: alloc::copied("logits", &self.logits)?,
+            keys: alloc::copied("session blocks", &self.keys)?,
+            mark: self.mark.clone(),
+            reused: self.reused,
+            cancel: CancelToken::new(),
+        })
+    }
+
+    /// Goes back to the first `position` tokens, exactly: starts from the nearest checkpoint at or below and computes
+    /// the rest again from the session's own tokens. Afterwards the logits are those behind token `position - 1`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the session is shorter; those of [`Session::feed`], after which the session holds a prefix
+    /// of the tokens wanted.
+    pub fn truncate(&mut self, position: usize) -> Result<()> {
+        if position > self.position() {
+            bail!(InvalidArgument, "cannot truncate to {position} tokens: the session has {}", self.position());
+        }
+        if position == self.position() && self.logits().is_some() {
+            return Ok(());
+        }
+        if position == 0 {
+            return self.clear();
+        }
+        // the last token is always computed, for its logits
+        let rest = match self.checkpoint_below(position) {
+            Some(state) => {
+                let start = state.position();
+                let rest = alloc::copied("session tokens", &self.tokens[start..position])?;
+                self.cache.rewind(state);
+                self.tokens.truncate(start);
+                self.keys.truncate(start / BLOCK_TOKENS);
+                self.logits.clear();
+                self.mark = self.mark.take().filter(|mark| mark.position() <= start);
+                rest
+            }
+            None => {
+                let rest = alloc::copied("session tokens", &self.tokens[..position])?;
+                self.clear()?;
+                rest
+            }
+        };
+        self.run(&rest, LogitRows::Last, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
+    }
+
+    /// The checkpoint nearest below `position` that this session can go back to.
+    fn checkpoint_below(&self, position: usize) -> Option<Arc<State>> {
+        let own = self.mark.iter().filter(|mark| mark.position() < position);
+        let blocks = (position - 1) / BLOCK_TOKENS;
+        let kept = self.keys[..blocks.min(self.keys.len())].iter().rev().find_map(|&key| self.engine.cache().checkpoint(key));
+        own.cloned().chain(kept).max_by_key(|state| state.position())
+    }
+
+    /// Tokens that were reused from other prompts instead of computed, over the session's life.
+    pub fn reused_tokens(&self) -> u64 {
+        self.reused
     }
 
     /// A handle that cancels this session's running call, or its next one, from any thread.

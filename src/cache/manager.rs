@@ -1,0 +1,251 @@
+//! The cache of one engine: its pages, its prefix index, its limits and its figures.
+//!
+//! Sessions take pages here. When the limit is reached, blocks that only the prefix index holds make room, the longest
+//! unused first; a block in use is never taken. Lock order: index, then pool.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::alloc;
+use crate::error::{Error, ErrorKind, Result};
+
+use super::block::Block;
+use super::layout::CacheLayout;
+use super::pool::{Bucket, Page, PagePool, PoolUsage};
+use super::prefix::{Hit, LookupEnd, PrefixIndex, PrefixKey};
+use super::sequence::BLOCK_TOKENS;
+use super::state::State;
+
+/// Where checkpoints are kept, so that later prompts with the same beginning can start there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CheckpointPolicy {
+    /// Nowhere: prefixes are not reused.
+    None,
+    /// At the last multiple of 256 tokens at or below the end of each prompt, and at each multiple reached by decoding.
+    Boundary,
+    /// At every multiple of this many tokens, itself a multiple of 256.
+    Every(usize),
+}
+
+/// Limits and policies of an engine's cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheOptions {
+    /// Most bytes of pages, sessions and reusable prefixes together.
+    pub limit: u64,
+    /// Most bytes of checkpoints kept for prefix reuse; part of `limit`.
+    pub checkpoint_limit: u64,
+    /// Where checkpoints are kept.
+    pub policy: CheckpointPolicy,
+    /// Fill freed pages with NaN bytes, so that a stale read shows.
+    pub poison: bool,
+}
+
+impl CacheOptions {
+    /// Nothing is limited and nothing is reused.
+    pub const PRIVATE: Self =
+        Self { limit: u64::MAX, checkpoint_limit: 0, policy: CheckpointPolicy::None, poison: false };
+}
+
+/// Figures of an engine's cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheStats {
+    /// Pages in use and free.
+    pub pool: PoolUsage,
+    /// Blocks in the prefix index.
+    pub prefix_blocks: u64,
+    /// Of these, blocks that no session uses.
+    pub evictable_blocks: u64,
+    /// Checkpoints in the prefix index.
+    pub checkpoints: u64,
+    /// Tokens that lookups asked for.
+    pub lookup_tokens: u64,
+    /// Of these, tokens that were reused instead of computed.
+    pub hit_tokens: u64,
+    /// Lookups that ended because the next block was not there.
+    pub ended_no_block: u64,
+    /// Lookups that ended because no checkpoint was there.
+    pub ended_no_checkpoint: u64,
+    /// Prefix blocks dropped to make room.
+    pub evicted_blocks: u64,
+    /// Checkpoints dropped to make room.
+    pub evicted_checkpoints: u64,
+    /// Sessions forked.
+    pub forks: u64,
+    /// Shared partial blocks copied before writing.
+    pub copies_on_write: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    lookup_tokens: AtomicU64,
+    hit_tokens: AtomicU64,
+    ended_no_block: AtomicU64,
+    ended_no_checkpoint: AtomicU64,
+    evicted_blocks: AtomicU64,
+    evicted_checkpoints: AtomicU64,
+    forks: AtomicU64,
+    copies_on_write: AtomicU64,
+}
+
+/// Pages, prefix index and figures of one engine; shared by its sessions.
+pub struct CacheManager {
+    layout: CacheLayout,
+    options: CacheOptions,
+    root: PrefixKey,
+    pool: Arc<PagePool>,
+    index: Mutex<PrefixIndex>,
+    counters: Counters,
+}
+
+fn count(counter: &AtomicU64, by: usize) {
+    counter.fetch_add(by as u64, Ordering::Relaxed);
+}
+
+impl CacheManager {
+    /// A cache for rows of `layout`. `context` is what makes equal tokens mean equal rows.
+    pub fn new(layout: CacheLayout, options: CacheOptions, context: &[u8]) -> Arc<Self> {
+        let pool = PagePool::new(layout.page_bytes(), options.limit, options.poison);
+        let root = PrefixKey::root(context);
+        Arc::new(Self { layout, options, root, pool, index: Mutex::default(), counters: Counters::default() })
+    }
+
+    /// Sizes of rows and pages.
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    /// Limits and policies.
+    pub fn options(&self) -> &CacheOptions {
+        &self.options
+    }
+
+    /// Key of the empty prefix.
+    pub fn root(&self) -> PrefixKey {
+        self.root
+    }
+
+    /// A page, for which unused prefixes are evicted if need be.
+    ///
+    /// # Errors
+    /// `NoBlocks` with the counts when everything is in use, `OutOfMemory` when the system refuses.
+    pub fn take(&self, bucket: Bucket) -> Result<Page> {
+        loop {
+            match self.pool.take(bucket) {
+                Err(error) if error.kind() == ErrorKind::NoBlocks => {
+                    if !self.evict() {
+                        return Err(self.explain(&error));
+                    }
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Several pages of one bucket.
+    pub fn take_many(&self, bucket: Bucket, pages: usize) -> Result<Vec<Page>> {
+        let mut taken = alloc::with_capacity("cache page list", pages)?;
+        for _ in 0..pages {
+            taken.push(self.take(bucket)?);
+        }
+        Ok(taken)
+    }
+
+    /// Frees something that only the index holds; false if there is nothing.
+    fn evict(&self) -> bool {
+        let mut index = self.index();
+        if index.evict_block() {
+            count(&self.counters.evicted_blocks, 1);
+            return true;
+        }
+        // every leaf is in use, but checkpoints of theirs may not be
+        let evicted = index.evict_checkpoint();
+        count(&self.counters.evicted_checkpoints, usize::from(evicted));
+        evicted
+    }
+
+    fn explain(&self, error: &Error) -> Error {
+        let usage = self.pool.usage();
+        let [wide, index, narrow] = usage.used;
+        Error::new(
+            ErrorKind::NoBlocks,
+            format!(
+                "{}; {wide} wide, {index} index and {narrow} narrow pages are used by sessions, nothing is evictable; \
+                 a block of {BLOCK_TOKENS} tokens takes {} bytes",
+                error.message(),
+                self.layout.block_bytes()
+            ),
+        )
+    }
+
+    /// The longest reusable prefix of `tokens` behind `from`, at most `tokens.len()` long.
+    pub fn lookup(&self, from: PrefixKey, tokens: &[u32]) -> Result<Hit> {
+        let hit = self.index().lookup(from, tokens)?;
+        count(&self.counters.lookup_tokens, tokens.len());
+        count(&self.counters.hit_tokens, hit.blocks.len() * BLOCK_TOKENS);
+        match hit.end {
+            LookupEnd::Complete => {}
+            LookupEnd::NoBlock => count(&self.counters.ended_no_block, 1),
+            LookupEnd::NoCheckpoint => count(&self.counters.ended_no_checkpoint, 1),
+        }
+        Ok(hit)
+    }
+
+    /// Makes a full block findable; returns an equal one that is there already, to be used instead.
+    pub fn publish(&self, parent: PrefixKey, tokens: &[u32], block: &Arc<Block>) -> Result<Option<Arc<Block>>> {
+        self.index().insert(parent, tokens, block)
+    }
+
+    /// Keeps `state` as the checkpoint at the end of block `key`, within the checkpoints' byte limit.
+    pub fn keep_checkpoint(&self, key: PrefixKey, state: &Arc<State>) {
+        let size = self.layout.state_bytes();
+        if size > self.options.checkpoint_limit {
+            return;
+        }
+        let mut index = self.index();
+        while (index.len().1 as u64 + 1) * size > self.options.checkpoint_limit && index.evict_checkpoint() {
+            count(&self.counters.evicted_checkpoints, 1);
+        }
+        index.add_checkpoint(key, state);
+    }
+
+    /// The checkpoint at the end of block `key`, if it is kept.
+    pub fn checkpoint(&self, key: PrefixKey) -> Option<Arc<State>> {
+        self.index().checkpoint(key)
+    }
+
+    /// Counts a fork.
+    pub fn count_fork(&self) {
+        count(&self.counters.forks, 1);
+    }
+
+    /// Counts a copy of a shared block.
+    pub(super) fn count_copy(&self) {
+        count(&self.counters.copies_on_write, 1);
+    }
+
+    /// Figures now.
+    pub fn stats(&self) -> CacheStats {
+        let index = self.index();
+        let (blocks, checkpoints) = index.len();
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        CacheStats {
+            pool: self.pool.usage(),
+            prefix_blocks: blocks as u64,
+            evictable_blocks: index.evictable() as u64,
+            checkpoints: checkpoints as u64,
+            lookup_tokens: of(&self.counters.lookup_tokens),
+            hit_tokens: of(&self.counters.hit_tokens),
+            ended_no_block: of(&self.counters.ended_no_block),
+            ended_no_checkpoint: of(&self.counters.ended_no_checkpoint),
+            evicted_blocks: of(&self.counters.evicted_blocks),
+            evicted_checkpoints: of(&self.counters.evicted_checkpoints),
+            forks: of(&self.counters.forks),
+            copies_on_write: of(&self.counters.copies_on_write),
+        }
+    }
+
+    fn index(&self) -> MutexGuard<'_, PrefixIndex> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,209 @@
+//! The prefix index: which token prefixes are in the cache, as a tree of blocks keyed by a hash chain.
+//!
+//! A node is one block of 256 tokens behind a given prefix. Some nodes have a checkpoint, the state at the block's end:
+//! only there can a sequence go on. A hash finds a node and its stored tokens confirm it, so a collision cannot give a
+//! wrong hit. Eviction takes unused leaves in order of last use, so a parent never goes before its child.
+//!
+//! Complexity: lookup and insertion are a hash and a map access per block, eviction and touch a step in an ordered map.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::alloc;
+use crate::error::Result;
+
+use super::block::Block;
+use super::sequence::BLOCK_TOKENS;
+use super::state::State;
+
+/// Identity of a token prefix that is a whole number of blocks long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PrefixKey(u128);
+
+impl PrefixKey {
+    /// The empty prefix under `context`: everything that makes equal tokens mean equal rows (model, numerics, row
+    /// format, the user's salt).
+    pub fn root(context: &[u8]) -> Self {
+        Self(xxh3_128(context))
+    }
+
+    /// This prefix and one more block of tokens.
+    pub fn extend(self, tokens: &[u32]) -> Self {
+        let mut bytes = [0u8; 16 + 4 * BLOCK_TOKENS];
+        bytes[..16].copy_from_slice(&self.0.to_le_bytes());
+        for (out, token) in bytes[16..].chunks_exact_mut(4).zip(tokens) {
+            out.copy_from_slice(&token.to_le_bytes());
+        }
+        Self(xxh3_128(&bytes))
+    }
+}
+
+/// Why a lookup went no further.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LookupEnd {
+    /// Every whole block that may be reused was.
+    Complete,
+    /// The next block is not in the index.
+    NoBlock,
+    /// Blocks go on, but none of them has a checkpoint.
+    NoCheckpoint,
+}
+
+/// What a lookup found.
+pub struct Hit {
+    /// Blocks behind the prefix that was asked from, up to the checkpoint.
+    pub blocks: Vec<Arc<Block>>,
+    /// Their keys.
+    pub keys: Vec<PrefixKey>,
+    /// The checkpoint at their end; `None` if there is none at all.
+    pub state: Option<Arc<State>>,
+    /// Why it went no further.
+    pub end: LookupEnd,
+}
+
+struct Node {
+    parent: PrefixKey,
+    tokens: Vec<u32>,
+    block: Arc<Block>,
+    checkpoint: Option<Arc<State>>,
+    children: u32,
+    /// Time of last use; its place in `leaves` and `checkpoints`.
+    tick: u64,
+}
+
+/// The tree. Not thread-safe by itself.
+#[derive(Default)]
+pub struct PrefixIndex {
+    nodes: HashMap<PrefixKey, Node>,
+    /// Nodes without children by last use.
+    leaves: BTreeMap<u64, PrefixKey>,
+    /// Nodes with a checkpoint by last use.
+    checkpoints: BTreeMap<u64, PrefixKey>,
+    clock: u64,
+}
+
+impl PrefixIndex {
+    /// Number of blocks and of checkpoints in the index.
+    pub fn len(&self) -> (usize, usize) {
+        (self.nodes.len(), self.checkpoints.len())
+    }
+
+    /// The longest reusable run of blocks of `tokens` behind `from`: whole blocks that end at a checkpoint.
+    pub fn lookup(&mut self, from: PrefixKey, tokens: &[u32]) -> Result<Hit> {
+        let whole = tokens.len() / BLOCK_TOKENS;
+        let mut hit = Hit {
+            blocks: alloc::with_capacity("prefix hit", whole)?,
+            keys: alloc::with_capacity("prefix hit", whole)?,
+            state: None,
+            end: LookupEnd::Complete,
+        };
+        let (mut key, mut usable) = (from, 0);
+        for tokens in tokens.chunks_exact(BLOCK_TOKENS) {
+            key = key.extend(tokens);
+            let Some(node) = self.nodes.get(&key).filter(|n| n.tokens == tokens) else {
+                hit.end = LookupEnd::NoBlock;
+                break;
+            };
+            hit.blocks.push(Arc::clone(&node.block));
+            hit.keys.push(key);
+            if let Some(state) = &node.checkpoint {
+                usable = hit.blocks.len();
+                hit.state = Some(Arc::clone(state));
+            }
+        }
+        if usable < hit.blocks.len() {
+            hit.end = LookupEnd::NoCheckpoint;
+        }
+        hit.blocks.truncate(usable);
+        hit.keys.truncate(usable);
+        // the deepest first: a leaf is then older than its parents and goes before them
+        for i in (0..usable).rev() {
+            self.touch(hit.keys[i]);
+        }
+        Ok(hit)
+    }
+
+    /// Adds `block` of `tokens` behind `parent`. If an equal block is there already, returns it, to be used instead.
+    pub fn insert(&mut self, parent: PrefixKey, tokens: &[u32], block: &Arc<Block>) -> Result<Option<Arc<Block>>> {
+        let key = parent.extend(tokens);
+        if let Some(node) = self.nodes.get(&key) {
+            let existing = (node.tokens == tokens).then(|| Arc::clone(&node.block));
+            self.touch(key);
+            return Ok(existing);
+        }
+        let tokens = alloc::copied("prefix tokens", tokens)?;
+        let tick = self.next_tick();
+        let node = Node { parent, tokens, block: Arc::clone(block), checkpoint: None, children: 0, tick };
+        self.nodes.insert(key, node);
+        self.leaves.insert(tick, key);
+        if let Some(parent) = self.nodes.get_mut(&parent) {
+            parent.children += 1;
+            self.leaves.remove(&parent.tick);
+        }
+        Ok(None)
+    }
+
+    /// Keeps `state` at the end of block `key`, if that is in the index and has none.
+    pub fn add_checkpoint(&mut self, key: PrefixKey, state: &Arc<State>) {
+        let Some(node) = self.nodes.get_mut(&key).filter(|n| n.checkpoint.is_none()) else { return };
+        node.checkpoint = Some(Arc::clone(state));
+        self.checkpoints.insert(node.tick, key);
+    }
+
+    /// The checkpoint at the end of block `key`.
+    pub fn checkpoint(&self, key: PrefixKey) -> Option<Arc<State>> {
+        self.nodes.get(&key)?.checkpoint.clone()
+    }
+
+    /// Drops the checkpoint that was used longest ago; false if there is none.
+    pub fn evict_checkpoint(&mut self) -> bool {
+        let Some((_, key)) = self.checkpoints.pop_first() else { return false };
+        if let Some(node) = self.nodes.get_mut(&key) {
+            node.checkpoint = None;
+        }
+        true
+    }
+
+    /// Drops the leaf that was used longest ago and that no sequence uses; false if there is none.
+    pub fn evict_block(&mut self) -> bool {
+        let unused = |key: &PrefixKey| self.nodes.get(key).is_some_and(|n| Arc::strong_count(&n.block) == 1);
+        let Some(key) = self.leaves.values().copied().find(unused) else { return false };
+        let Some(node) = self.nodes.remove(&key) else { return false };
+        self.leaves.remove(&node.tick);
+        if node.checkpoint.is_some() {
+            self.checkpoints.remove(&node.tick);
+        }
+        if let Some(parent) = self.nodes.get_mut(&node.parent) {
+            parent.children -= 1;
+            if parent.children == 0 {
+                self.leaves.insert(parent.tick, node.parent);
+            }
+        }
+        true
+    }
+
+    /// Blocks that no sequence uses: those that eviction can free sooner or later.
+    pub fn evictable(&self) -> usize {
+        self.nodes.values().filter(|n| Arc::strong_count(&n.block) == 1).count()
+    }
+
+    fn touch(&mut self, key: PrefixKey) {
+        let tick = self.next_tick();
+        let Some(node) = self.nodes.get_mut(&key) else { return };
+        let before = std::mem::replace(&mut node.tick, tick);
+        if self.leaves.remove(&before).is_some() {
+            self.leaves.insert(tick, key);
+        }
+        if self.checkpoints.remove(&before).is_some() {
+            self.checkpoints.insert(tick, key);
+        }
+    }
+
+    fn next_tick(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+}
