@@ -23,7 +23,7 @@ NANO = {
         SMALL, o_groups=2, sliding_window=16, compress_ratios=[0, 4, 128, 4, 0], rope_scaling=YARN)),
     "nano-pro": dict(preset="pro-mini", seed=12, layers=[0, 1], set=dict(
         SMALL, num_attention_heads=2, head_dim=512, num_experts_per_tok=3, compress_ratios=[128, 4, 0])),
-    "nano-dspark": dict(preset="dspark-mini", seed=13, layers=[1], set=dict(SMALL, sliding_window=32, compress_ratios=[0, 4, 0, 0, 0, 0])),
+    "nano-dspark": dict(preset="dspark-mini", seed=18, layers=[1], set=dict(SMALL, sliding_window=32, compress_ratios=[0, 4, 0, 0, 0, 0])),
     "nano-base": dict(preset="base-mini", seed=14, layers=[0, 1], set=dict(SMALL, sliding_window=32, compress_ratios=[128, 4, 0])),
 }
 SINGLE = dict(bf16="bf16", act_fp8="act_fp8", kv_fp8="kv_fp8", index_rotate="idx_rot", index_query_fp4="idx_q_fp4",
@@ -58,18 +58,27 @@ def halves(m, layer, X, ids, mid=None):
 
 
 class OtherSums(Oracle):
-    """float32 with last-bit noise on every product, as other orders of summation have it."""
+    """float32 with last-bit noise before everything that is stored as bf16, as other orders of summation have it."""
 
     def __init__(self, path, seed, **flags):
         super().__init__(path, "reference", torch.float32, **flags)
         self.random = torch.Generator().manual_seed(seed)
 
+    def noise(self, x, size):
+        return x + 4e-8 * size * torch.randn(x.shape, generator=self.random, dtype=x.dtype)
+
+    def B(self, x):
+        return super().B(self.noise(x, x.abs()))
+
     def linear(self, base, x):
         if self.n.act_fp8 and self.ck.is_quantised(base):
             x = fp8_sim(x, 128)
         y = x @ self.mat(base).T
-        size = y.square().mean(-1, keepdim=True).sqrt()
-        return self.B(y + 1e-7 * size * torch.randn(y.shape, generator=self.random, dtype=y.dtype))
+        return super().B(self.noise(y, y.square().mean(-1, keepdim=True).sqrt()))
+
+    def hc_mix(self, X, p):
+        m = super().hc_mix(X, p)
+        return self.noise(m, m.square().mean(-1, keepdim=True).sqrt())
 
 
 def worst(rows):
