@@ -143,12 +143,12 @@ fn a_cleared_session_equals_a_fresh_one() {
     let engine = engine(256);
     let mut used = session(&engine, 0);
     used.feed(&prompt(&engine, &"Call me Ishmael. ".repeat(40))).unwrap();
-    used.clear();
+    used.clear().unwrap();
     assert_eq!(used.position(), 0);
     let mut fresh = session(&engine, 0);
     for len in 1..=6 {
-        used.clear();
-        fresh.clear();
+        used.clear().unwrap();
+        fresh.clear().unwrap();
         let ids = &prompt(&engine, "I")[..1].repeat(len);
         used.feed(ids).unwrap();
         session(&engine, 0).feed(ids).unwrap();

@@ -217,11 +217,14 @@ impl SequenceCache {
         }
     }
 
-    /// Forgets everything and starts an empty sequence. On error nothing changes.
+    /// Forgets everything and starts an empty sequence; takes new pages only where the state is shared. On error nothing
+    /// changes.
     pub fn clear(&mut self) -> Result<()> {
-        let state = Arc::new(State::new(&self.manager)?);
+        match Arc::get_mut(&mut self.state) {
+            Some(state) => state.reset(self.manager.layout())?,
+            None => self.state = Arc::new(State::new(&self.manager)?),
+        }
         self.blocks.clear();
-        self.state = state;
         Ok(())
     }
 

@@ -28,13 +28,24 @@ struct LayerState {
 impl State {
     /// The state of an empty sequence.
     pub fn new(manager: &CacheManager) -> Result<Self> {
-        let layout = manager.layout();
         let mut state = Self::unset(manager, 0)?;
-        for (layer, l) in state.layers.iter_mut().zip(&layout.layers) {
-            store(&mut layer.main, &empty_state(l.kind, layout.head_dim, l.main_state)?);
-            store(&mut layer.index, &empty_state(l.kind, layout.index_dim, l.index_state)?);
-        }
+        state.reset(manager.layout())?;
         Ok(state)
+    }
+
+    /// Makes it the state of an empty sequence again. On error nothing changes.
+    pub fn reset(&mut self, layout: &CacheLayout) -> Result<()> {
+        let mut empty = alloc::with_capacity("empty states", layout.layers.len())?;
+        for l in &layout.layers {
+            let main = empty_state(l.kind, layout.head_dim, l.main_state)?;
+            empty.push((main, empty_state(l.kind, layout.index_dim, l.index_state)?));
+        }
+        for (layer, (main, index)) in self.layers.iter_mut().zip(&empty) {
+            store(&mut layer.main, main);
+            store(&mut layer.index, index);
+        }
+        self.position = 0;
+        Ok(())
     }
 
     /// Pages for a state, with undefined content.

@@ -267,11 +267,11 @@ impl Session {
     /// # Errors
     /// `OutOfMemory` or `NoBlocks` if there is no room for an empty state; the session is unchanged.
     pub fn clear(&mut self) -> Result<()> {
+        self.mark = None;
         self.cache.clear()?;
         self.tokens.clear();
         self.keys.clear();
         self.logits.clear();
-        self.mark = None;
         Ok(())
     }
 

@@ -1,0 +1,296 @@
+//! The cache, driven by random programs: whatever sessions do, their logits are those of a cold session that was fed
+//! the same tokens, bit for bit.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::golden::{self, Golden};
+use common::subject;
+use dsv4::cache::CheckpointPolicy;
+use dsv4::{Engine, EngineOptions, ErrorKind, Session};
+
+/// Programs per run; `DSV4_CACHE_PROGRAMS` sets more.
+const PROGRAMS: usize = 60;
+/// Longest timeline: several blocks, several windows, two c128 entries per block.
+const LONGEST: usize = 900;
+
+fn nano() -> std::path::PathBuf {
+    Golden::open(&golden::committed().join("nano-flash")).checkpoint()
+}
+
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self, below: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((self.0 >> 33) as usize) % below
+    }
+
+    /// Lengths that straddle the boundaries that matter.
+    fn length(&mut self) -> usize {
+        let near = [1, 2, 4, 8, 16, 127, 128, 255, 256, 257, 300, 384, 512];
+        let base = near[self.next(near.len())];
+        (base + self.next(3)).saturating_sub(1).max(1)
+    }
+}
+
+/// Cold logits of prefixes of a few fixed timelines, computed once.
+struct Truth {
+    timelines: Vec<Vec<u32>>,
+    rows: Vec<Vec<Vec<f32>>>,
+}
+
+impl Truth {
+    /// Timelines that share beginnings: timeline i leaves timeline 0 at its fork point.
+    fn new(engine: &Arc<Engine>) -> Self {
+        let vocab = engine.model().config().vocab_size;
+        let mut rng = Rng(7);
+        let trunk: Vec<u32> = (0..LONGEST).map(|_| rng.next(vocab) as u32).collect();
+        let forks = [LONGEST, 256, 300, 511, 130];
+        let timelines: Vec<Vec<u32>> = forks
+            .iter()
+            .map(|&at| {
+                let mut tokens = trunk.clone();
+                tokens[at..].iter_mut().for_each(|t| *t = rng.next(vocab) as u32);
+                tokens
+            })
+            .collect();
+        let rows = timelines.iter().map(|tokens| subject::all_logits(engine, tokens)).collect();
+        Self { timelines, rows }
+    }
+}
+
+fn options(chunk: usize) -> EngineOptions {
+    EngineOptions { threads: 1, prefill_chunk: chunk, poison_cache: true, ..EngineOptions::default() }
+}
+
+/// A session and the timeline it is on.
+struct Run {
+    session: Session,
+    timeline: usize,
+}
+
+fn check(truth: &Truth, run: &Run, what: &str) {
+    let at = run.session.position();
+    assert_eq!(run.session.tokens(), &truth.timelines[run.timeline][..at], "{what}");
+    match run.session.logits() {
+        None => {}
+        Some(logits) => {
+            let want = &truth.rows[run.timeline][at - 1];
+            let same = logits.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{what}: logits at {at} of timeline {} differ from a cold session's", run.timeline);
+        }
+    }
+}
+
+fn program(seed: u64, truth: &Truth, folder: &std::path::Path) {
+    let mut rng = Rng(seed);
+    let policies = [CheckpointPolicy::Boundary, CheckpointPolicy::Every(256), CheckpointPolicy::Every(512)];
+    let mut options = EngineOptions {
+        checkpoints: policies[rng.next(policies.len())],
+        ..options([1, 7, 64, 128, 256, 1000][rng.next(6)])
+    };
+    let model = dsv4::Model::open(folder).unwrap();
+    // from very tight (eviction all the time, sometimes nothing fits) to roomy
+    let roomy = Engine::new(&model, options.clone()).unwrap();
+    let one = subject::session(&roomy, LONGEST).cache_bytes().state;
+    options.cache_bytes = one * [3, 6, 12, 100][rng.next(4)];
+    let engine = Engine::new(&model, options).unwrap();
+    let mut runs: Vec<Run> = Vec::new();
+    for step in 0..14 {
+        let what = format!("seed {seed}, step {step}");
+        let action = if runs.is_empty() { 0 } else { rng.next(9) };
+        if action == 0 && runs.len() < 4 {
+            if let Some(session) = allowed(Session::new(&engine, dsv4::SessionOptions { context: LONGEST }), &what) {
+                runs.push(Run { session, timeline: rng.next(truth.timelines.len()) });
+            }
+            continue;
+        }
+        let i = rng.next(runs.len());
+        match action {
+            1 => {
+                drop(runs.swap_remove(i));
+                continue;
+            }
+            2 if runs.len() < 4 => {
+                if let Some(session) = allowed(runs[i].session.fork(), &what) {
+                    let timeline = runs[i].timeline;
+                    runs.push(Run { session, timeline });
+                }
+            }
+            3 => {
+                let to = rng.next(runs[i].session.position() + 1);
+                allowed(runs[i].session.truncate(to), &what);
+            }
+            4 => {
+                allowed(runs[i].session.clear(), &what);
+            }
+            _ => {
+                let run = &mut runs[i];
+                let at = run.session.position();
+                let tokens = &truth.timelines[run.timeline];
+                let end = (at + rng.length()).min(LONGEST);
+                if action == 5 {
+                    // one token at a time, as decoding does
+                    for t in at..end.min(at + 12) {
+                        if allowed(run.session.feed(&tokens[t..t + 1]), &what).is_none() {
+                            break;
+                        }
+                    }
+                } else {
+                    allowed(run.session.feed(&tokens[at..end]), &what);
+                }
+            }
+        }
+        for run in &mut runs {
+            settle(run, truth, &what);
+            check(truth, run, &what);
+        }
+    }
+    drop(runs);
+    let stats = engine.cache_stats();
+    assert!(stats.pool.held_bytes <= engine.options().cache_bytes, "seed {seed}: {stats:?}");
+    assert_eq!(stats.evictable_blocks, stats.prefix_blocks, "seed {seed}: a block is still in use after all sessions");
+}
+
+/// `None` for an error that a tight cache may give; anything else is a failure.
+fn allowed<T>(result: dsv4::Result<T>, what: &str) -> Option<T> {
+    match result {
+        Ok(value) => Some(value),
+        Err(e) if e.kind() == ErrorKind::NoBlocks => None,
+        Err(e) => panic!("{what}: {e}"),
+    }
+}
+
+/// A call that ran out of blocks half-way leaves a session without logits: its tokens are still a prefix. Computing the
+/// last one again, or starting anew, must work in the room there is, or be refused again.
+fn settle(run: &mut Run, truth: &Truth, what: &str) {
+    let at = run.session.position();
+    if run.session.logits().is_some() || at == 0 {
+        return;
+    }
+    assert_eq!(run.session.tokens(), &truth.timelines[run.timeline][..at], "{what}");
+    if allowed(run.session.truncate(at), what).is_none() {
+        allowed(run.session.clear(), what);
+    }
+}
+
+#[test]
+fn any_program_gives_the_logits_of_a_cold_session() {
+    let folder = nano();
+    let truth = Truth::new(&subject::engine_with(
+        &folder,
+        EngineOptions { checkpoints: CheckpointPolicy::None, ..options(256) },
+    ));
+    let programs = std::env::var("DSV4_CACHE_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(PROGRAMS);
+    let start = std::env::var("DSV4_CACHE_SEED").ok().and_then(|n| n.parse().ok()).unwrap_or(1u64);
+    println!("{programs} programs from seed {start}");
+    for seed in start..start + programs as u64 {
+        program(seed, &truth, &folder);
+    }
+}
+
+fn prompt(seed: usize, n: usize) -> Vec<u32> {
+    (0..n).map(|i| ((i * 7 + seed * 13 + i * i % 11) % 90) as u32).collect()
+}
+
+#[test]
+fn the_same_prompt_again_computes_at_most_one_block() {
+    let folder = nano();
+    let engine = subject::engine_with(&folder, options(128));
+    let tokens = prompt(1, 1000);
+    let mut first = subject::session(&engine, 2000);
+    first.feed(&tokens).unwrap();
+    assert_eq!(first.reused_tokens(), 0);
+    let mut second = subject::session(&engine, 2000);
+    second.feed(&tokens).unwrap();
+    assert_eq!(second.reused_tokens(), 768);
+    assert_eq!(second.logits(), first.logits());
+    // a prompt that is entirely cached and ends at a block's end still gives its logits
+    let mut third = subject::session(&engine, 2000);
+    third.feed(&tokens[..768]).unwrap();
+    assert!(third.reused_tokens() <= 512, "the last token is computed");
+    let cold = subject::engine_with(&folder, EngineOptions { checkpoints: CheckpointPolicy::None, ..options(128) });
+    assert_eq!(third.logits().unwrap(), subject::last_logits(&cold, &tokens[..768]));
+}
+
+#[test]
+fn hits_equal_cold_runs_at_prefix_lengths_around_every_boundary() {
+    let folder = nano();
+    let cold = subject::engine_with(&folder, EngineOptions { checkpoints: CheckpointPolicy::None, ..options(256) });
+    for shared in [127, 128, 129, 130, 255, 256, 257, 258, 383, 384, 385, 512, 600] {
+        let engine = subject::engine_with(&folder, options(256));
+        let mut filler = subject::session(&engine, 1000);
+        filler.feed(&prompt(1, shared)).unwrap();
+        filler.feed(&prompt(2, 100)).unwrap();
+        let mut tokens = prompt(1, shared);
+        tokens.extend(prompt(3, 50));
+        let mut session = subject::session(&engine, 1000);
+        session.feed(&tokens).unwrap();
+        assert_eq!(session.logits().unwrap(), subject::last_logits(&cold, &tokens), "{shared} shared tokens");
+    }
+}
+
+#[test]
+fn a_shared_prompt_under_many_continuations_is_stored_once() {
+    let folder = nano();
+    let engine = subject::engine_with(&folder, options(256));
+    let system = prompt(1, 512);
+    let mut sessions = Vec::new();
+    for i in 0..20 {
+        let mut session = subject::session(&engine, 1000);
+        session.feed(&system).unwrap();
+        session.feed(&prompt(10 + i, 20)).unwrap();
+        sessions.push(session);
+    }
+    let stats = engine.cache_stats();
+    assert_eq!(stats.prefix_blocks, 2, "{stats:?}");
+    assert_eq!(stats.hit_tokens, 19 * 256, "the last block of a prompt of 512 is computed for its logits: {stats:?}");
+}
+
+#[test]
+fn a_growing_conversation_computes_what_is_new_plus_at_most_255_tokens() {
+    let folder = nano();
+    let engine = subject::engine_with(&folder, options(256));
+    let mut history: Vec<u32> = Vec::new();
+    for turn in 0..20 {
+        let before = history.len();
+        history.extend(prompt(turn, 60 + turn));
+        let mut session = subject::session(&engine, 4000);
+        session.feed(&history).unwrap();
+        let computed = history.len() - session.reused_tokens() as usize;
+        assert!(computed <= history.len() - before + 255, "turn {turn}: {computed} computed");
+        // the answer, decoded token by token
+        for t in prompt(100 + turn, 30) {
+            session.feed(&[t]).unwrap();
+            history.push(t);
+        }
+    }
+}
+
+#[test]
+fn exhaustion_names_the_counts_and_freeing_anything_lets_it_go_on() {
+    let folder = nano();
+    let probe = subject::session(&subject::engine_with(&folder, options(64)), 900);
+    let limit = probe.cache_bytes().state * 5 / 2;
+    let engine = subject::engine_with(&folder, EngineOptions { cache_bytes: limit, ..options(64) });
+    let mut first = subject::session(&engine, 900);
+    first.feed(&prompt(1, 40)).unwrap();
+    let mut others: Vec<Session> = Vec::new();
+    let error = loop {
+        match Session::new(&engine, dsv4::SessionOptions { context: 900 }) {
+            Ok(session) => others.push(session),
+            Err(error) => break error,
+        }
+        assert!(others.len() < 10);
+    };
+    assert_eq!(error.kind(), ErrorKind::NoBlocks);
+    assert!(error.message().contains("wide") && error.message().contains(&limit.to_string()), "{error}");
+    let before = first.logits().unwrap().to_vec();
+    assert_eq!(first.logits().unwrap(), before);
+    others.clear();
+    first.feed(&prompt(2, 10)).unwrap();
+    let _again = subject::session(&engine, 900);
+}
