@@ -19,18 +19,6 @@ impl Avx2 {
         }
     }
 
-    /// The bfloat16 values whose low and high bytes the tables have for each byte's code.
-    #[inline(always)]
-    unsafe fn looked_up(low_bytes: __m256i, high_bytes: __m256i, codes: __m256i) -> [Self; 4] {
-        // SAFETY: AVX2, by contract of the callers.
-        unsafe {
-            let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
-            let [a, b] = Self::halves(_mm256_unpacklo_epi8(low, high));
-            let [c, d] = Self::halves(_mm256_unpackhi_epi8(low, high));
-            [a, b, c, d]
-        }
-    }
-
     /// The even and the odd bfloat16 of each dword.
     #[inline(always)]
     unsafe fn halves(pairs: __m256i) -> [Self; 2] {
@@ -153,19 +141,20 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4] {
         unsafe {
-            let first = E2M1_SCALED[usize::from(*scales)].as_ptr().cast::<__m128i>();
-            let second = E2M1_SCALED[usize::from(*scales.add(1))].as_ptr().cast::<__m128i>();
-            let low_bytes = _mm256_loadu2_m128i(second, first);
-            let high_bytes = _mm256_loadu2_m128i(second.add(1), first.add(1));
-            let codes = _mm256_loadu_si256(p.cast());
-            let nibble = _mm256_set1_epi8(15);
-            let even = _mm256_and_si256(codes, nibble);
-            let odd = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble);
-            let [a, b, c, d] = Self::looked_up(low_bytes, high_bytes, even);
-            let [e, f, g, h] = Self::looked_up(low_bytes, high_bytes, odd);
-            [a, b, c, d, e, f, g, h]
+            // both halves of a register take the same block, one its low nibbles and one its high ones: table and codes
+            // are then broadcast loads, which cost no arithmetic
+            let table = E2M1_SCALED[usize::from(*scales)].as_ptr().cast::<__m128i>();
+            let low_bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table));
+            let high_bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.add(1)));
+            let pairs = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+            let codes = _mm256_srlv_epi32(pairs, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+            let codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+            let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
+            let [a, b] = Self::halves(_mm256_unpacklo_epi8(low, high));
+            let [c, d] = Self::halves(_mm256_unpackhi_epi8(low, high));
+            [a, b, c, d]
         }
     }
 
