@@ -31,6 +31,30 @@ impl Avx2 {
     }
 }
 
+/// The lane sums of four registers: lanes `i + (i + 4)`, then neighbours, then the two that are left.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+pub(super) unsafe fn sum4_of_eight(a: __m256, b: __m256, c: __m256, d: __m256) -> [f32; 4] {
+    // SAFETY: by contract.
+    unsafe {
+        // halves added: a | b and c | d
+        let ab = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
+        let cd = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(c, d), _mm256_permute2f128_ps::<0x31>(c, d));
+        // neighbours added: a a c c | b b d d
+        let pairs = _mm256_add_ps(_mm256_shuffle_ps::<0x88>(ab, cd), _mm256_shuffle_ps::<0xDD>(ab, cd));
+        let sums = _mm256_add_ps(pairs, _mm256_permute_ps::<0xB1>(pairs));
+        let (ac, bd) = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+        let mut out = [0.0; 4];
+        _mm_storeu_ps(
+            out.as_mut_ptr(),
+            _mm_unpacklo_ps(_mm_shuffle_ps::<0x88>(ac, ac), _mm_shuffle_ps::<0x88>(bd, bd)),
+        );
+        out
+    }
+}
+
 // SAFETY of every method: the processor has AVX2 and FMA, and pointers are valid as said, by the trait's contract.
 impl Vector for Avx2 {
     const LANES: usize = 8;
@@ -97,23 +121,8 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn sum4(v: [Self; 4]) -> [f32; 4] {
-        unsafe {
-            let [Self(a), Self(b), Self(c), Self(d)] = v;
-            // lanes i + (i + 4) of a | b and of c | d
-            let ab = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
-            let cd = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(c, d), _mm256_permute2f128_ps::<0x31>(c, d));
-            // neighbours, then neighbours of neighbours: a a c c | b b d d
-            let pairs = _mm256_add_ps(_mm256_shuffle_ps::<0x88>(ab, cd), _mm256_shuffle_ps::<0xDD>(ab, cd));
-            let sums = _mm256_add_ps(pairs, _mm256_permute_ps::<0xB1>(pairs));
-            let (ac, bd) = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
-            let mut out = [0.0; 4];
-            _mm_storeu_ps(
-                out.as_mut_ptr(),
-                _mm_unpacklo_ps(_mm_shuffle_ps::<0x88>(ac, ac), _mm_shuffle_ps::<0x88>(bd, bd)),
-            );
-            out
-        }
+    unsafe fn sum4([a, b, c, d]: [Self; 4]) -> [f32; 4] {
+        unsafe { sum4_of_eight(a.0, b.0, c.0, d.0) }
     }
 
     #[inline(always)]
