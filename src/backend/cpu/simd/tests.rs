@@ -50,7 +50,9 @@ fn scores_match_float64_and_do_not_depend_on_their_neighbours() {
 #[test]
 fn accumulation_matches_float64_and_does_not_depend_on_heads_or_tiles() {
     for simd in Simd::available() {
-        for (heads, keys, dim) in [(1, 1, 512), (8, 64, 512), (7, 5, 128), (5, 9, 20), (2, 3, 5)] {
+        for (heads, keys, dim) in
+            [(1, 1, 512), (8, 64, 512), (7, 5, 128), (5, 9, 20), (2, 3, 5), (6, 150, 72), (3, 0, 16)]
+        {
             let (p, v) = (floats(heads * keys, 3), floats(keys * dim, 4));
             let (fade, start) = (floats(heads, 5), floats(heads * dim, 6));
             let mut acc = start.clone();
