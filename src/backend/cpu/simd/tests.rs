@@ -122,7 +122,8 @@ fn stored_rows_expand_exactly() {
         let mut out = vec![0.0; halves.len() / 2];
         bf16_to_f32(simd, &halves, &mut out);
         for (pair, &y) in halves.chunks(2).zip(&out) {
-            assert_eq!(y.to_bits(), bf16_value(u16::from_le_bytes([pair[0], pair[1]])).to_bits(), "{}", simd.level());
+            let expected = bf16_value(u16::from_le_bytes([pair[0], pair[1]]));
+            assert!(y.to_bits() == expected.to_bits() || y.is_nan() && expected.is_nan(), "{}", simd.level());
         }
     }
 }
