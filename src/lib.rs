@@ -34,6 +34,7 @@ pub mod cache;
 pub mod chat;
 pub mod engine;
 pub mod error;
+pub mod ffi;
 pub mod model;
 pub mod sampler;
 pub mod session;

@@ -9,6 +9,7 @@
 //! [`SequenceCache::commit`] takes that over without a way to fail; so a cancelled or failed step leaves the sequence
 //! as it was. Knows nothing of devices or of the model's arithmetic.
 
+mod footprint;
 mod layout;
 mod pages;
 mod sequence;

@@ -36,10 +36,7 @@ impl Engine {
     /// `InvalidArgument` names the option that is out of range; `Unavailable` the device that is not there.
     pub fn new(model: &Arc<Model>, options: EngineOptions) -> Result<Arc<Self>> {
         options.validate()?;
-        let kv_format = options.kv_format.unwrap_or(match options.numerics {
-            Numerics::Exact => KvFormat::F32,
-            _ => KvFormat::Fp8,
-        });
+        let kv_format = options.kv_format();
         if options.numerics == Numerics::Exact && kv_format == KvFormat::Fp8 {
             bail!(InvalidArgument, "numerics exact has no fp8 cache: use kvquant, or a bf16 or f32 cache");
         }

@@ -73,6 +73,14 @@ impl EngineOptions {
     /// Most tokens of a prefill chunk.
     pub const MAX_PREFILL_CHUNK: usize = 65_536;
 
+    /// Storage of the cache: the one that was asked for, else the numerics' own.
+    pub fn kv_format(&self) -> KvFormat {
+        self.kv_format.unwrap_or(match self.numerics {
+            Numerics::Exact => KvFormat::F32,
+            _ => KvFormat::Fp8,
+        })
+    }
+
     pub(super) fn validate(&self) -> Result<()> {
         if self.threads > Self::MAX_THREADS {
             bail!(InvalidArgument, "threads is {}; at most {}", self.threads, Self::MAX_THREADS);

@@ -54,11 +54,18 @@ pub struct Piece {
 pub struct Generation<'a> {
     session: &'a mut Session,
     sampler: &'a mut Sampler,
+    decoding: Decoding,
+    failed: bool,
+}
+
+/// A generation without its session and sampler, for owners that lend them anew for each token.
+pub(crate) struct Decoding {
     matcher: StopMatcher,
     /// Sampled but not yet fed.
     pending: Option<TokenId>,
     finish: Option<Finish>,
-    failed: bool,
+    /// Where the session must stand when the next token is asked for.
+    position: usize,
 }
 
 impl Session {
@@ -68,10 +75,49 @@ impl Session {
     /// `InvalidArgument` if the session has no logits (nothing was fed) or for options out of range, `Tokenizer` and
     /// `NotFound` from the model's tokenizer.
     pub fn generate<'a>(&'a mut self, sampler: &'a mut Sampler, options: GenerateOptions) -> Result<Generation<'a>> {
-        if self.logits().is_none() {
+        let decoding = Decoding::new(self, options)?;
+        Ok(Generation { session: self, sampler, decoding, failed: false })
+    }
+}
+
+impl Generation<'_> {
+    /// Why the generation ended; `None` while it runs and after an error.
+    pub fn finish(&self) -> Option<Finish> {
+        self.decoding.finish
+    }
+
+    /// Tokens generated so far that are part of the output.
+    pub fn tokens(&self) -> u64 {
+        self.decoding.matcher.tokens()
+    }
+
+    /// Ends the generation and gives out text that was held back as the possible start of a stop string. Empty after a
+    /// regular end.
+    pub fn into_held_text(mut self) -> String {
+        self.decoding.held_text()
+    }
+}
+
+impl Iterator for Generation<'_> {
+    type Item = Result<Piece>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.finish().is_some() || self.failed {
+            return None;
+        }
+        let result = self.decoding.advance(self.session, self.sampler);
+        self.failed = result.is_err();
+        Some(result)
+    }
+}
+
+impl Decoding {
+    /// Starts from the logits of `session`. Errors as [`Session::generate`].
+    pub(crate) fn new(session: &Session, options: GenerateOptions) -> Result<Self> {
+        if session.logits().is_none() {
             bail!(InvalidArgument, "the session has no logits: feed it a prompt first");
         }
-        let model = self.engine().model();
+        let model = session.engine().model();
         let conditions = StopConditions {
             eos: !options.ignore_eos,
             token_ids: options.stop_tokens,
@@ -79,37 +125,40 @@ impl Session {
             max_tokens: options.max_tokens,
         };
         let matcher = StopMatcher::new(conditions, model.config().eos_token_id, Arc::clone(model.tokenizer()?))?;
-        Ok(Generation { session: self, sampler, matcher, pending: None, finish: None, failed: false })
+        Ok(Self { matcher, pending: None, finish: None, position: session.position() })
     }
-}
 
-impl Generation<'_> {
-    /// Why the generation ended; `None` while it runs and after an error.
-    pub fn finish(&self) -> Option<Finish> {
+    /// Why it ended; `None` while it runs.
+    pub(crate) fn finish(&self) -> Option<Finish> {
         self.finish
     }
 
-    /// Tokens generated so far that are part of the output.
-    pub fn tokens(&self) -> u64 {
-        self.matcher.tokens()
-    }
-
-    /// Ends the generation and gives out text that was held back as the possible start of a stop string. Empty after a
-    /// regular end.
-    pub fn into_held_text(mut self) -> String {
+    /// Gives out text that was held back, and ends.
+    pub(crate) fn held_text(&mut self) -> String {
         self.matcher.finish()
     }
 
-    fn advance(&mut self) -> Result<Piece> {
-        if let Some(token) = self.pending {
-            self.session.feed(&[token])?;
-            self.pending = None;
+    /// The next token, of the session it was started with; not called after the end. After an error it can be tried
+    /// again.
+    pub(crate) fn advance(&mut self, session: &mut Session, sampler: &mut Sampler) -> Result<Piece> {
+        if session.position() != self.position {
+            bail!(
+                InvalidArgument,
+                "the session is at position {}, but this generation left it at {}; start a new one",
+                session.position(),
+                self.position
+            );
         }
-        let Some(logits) = self.session.logits() else {
+        if let Some(token) = self.pending {
+            session.feed(&[token])?;
+            self.pending = None;
+            self.position += 1;
+        }
+        let Some(logits) = session.logits() else {
             bail!(InvalidArgument, "the session has no logits");
         };
-        let token = self.sampler.sample(logits)?;
-        self.sampler.accept(token);
+        let token = sampler.sample(logits)?;
+        sampler.accept(token);
         let mut step = self.matcher.push(token)?;
         self.pending = Some(token);
         self.finish = step.stop.map(|reason| match reason {
@@ -118,23 +167,10 @@ impl Generation<'_> {
             StopReason::String(i) => Finish::String(i),
             StopReason::MaxTokens => Finish::MaxTokens,
         });
-        if self.finish.is_none() && self.session.remaining() == 0 {
+        if self.finish.is_none() && session.remaining() == 0 {
             self.finish = Some(Finish::ContextFull);
             step.text.push_str(&self.matcher.finish());
         }
         Ok(Piece { token, text: step.text })
-    }
-}
-
-impl Iterator for Generation<'_> {
-    type Item = Result<Piece>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.finish.is_some() || self.failed {
-            return None;
-        }
-        let result = self.advance();
-        self.failed = result.is_err();
-        Some(result)
     }
 }

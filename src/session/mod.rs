@@ -16,6 +16,7 @@ use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
 
 pub use cancel::CancelToken;
+pub(crate) use generate::Decoding;
 pub use generate::{Finish, GenerateOptions, Generation, Piece};
 pub use stop::{Step, StopConditions, StopMatcher, StopReason};
 

@@ -1,0 +1,247 @@
+//! Engine
+//!
+//! A model on a device: numerics, threads, format of the cache. Any number of sessions run on one engine, from any
+//! threads.
+
+use std::ffi::c_char;
+use std::ptr;
+use std::sync::Arc;
+
+use super::args::{Options, Out, OutStruct, SizedStruct, c_text, choice, copy_text, free, init_options, object, options};
+use super::guard::{guard, guard_value};
+use super::handle::{Shared, SharedUse};
+use super::model::dsv4_model;
+use super::status::{dsv4_error, dsv4_status};
+use crate::cache::KvFormat;
+use crate::engine::{DeviceChoice, Engine, EngineOptions};
+use crate::error::Result;
+use crate::model::Numerics;
+
+/// An engine. Functions that take it as `const` may run on several threads at once.
+pub struct dsv4_engine {
+    shared: Shared<Arc<Engine>>,
+}
+
+/// How closely an engine follows the roundings of the official inference code.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum dsv4_numerics {
+    /// Every quantisation point of the official code. The default.
+    Reference = 0,
+    /// As `REFERENCE`, and the attention output is cast to FP8, as production servers do.
+    Served = 1,
+    /// Exactly dequantised weights, quantised caches, unquantised activations.
+    Kvquant = 2,
+    /// float32 arithmetic and nothing else rounded: for research.
+    Exact = 3,
+}
+
+const NUMERICS: [(dsv4_numerics, Numerics); 4] = [
+    (dsv4_numerics::Reference, Numerics::Reference),
+    (dsv4_numerics::Served, Numerics::Served),
+    (dsv4_numerics::Kvquant, Numerics::Kvquant),
+    (dsv4_numerics::Exact, Numerics::Exact),
+];
+
+/// Storage of the cache.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum dsv4_kv_format {
+    /// The numerics' own: fp8, or f32 for `EXACT`. The default.
+    Auto = 0,
+    /// FP8 entries and FP4 index keys; not for `EXACT`.
+    Fp8 = 1,
+    /// bfloat16 for both.
+    Bf16 = 2,
+    /// float32 for both.
+    F32 = 3,
+}
+
+const KV_FORMATS: [(dsv4_kv_format, Option<KvFormat>); 4] = [
+    (dsv4_kv_format::Auto, None),
+    (dsv4_kv_format::Fp8, Some(KvFormat::Fp8)),
+    (dsv4_kv_format::Bf16, Some(KvFormat::Bf16)),
+    (dsv4_kv_format::F32, Some(KvFormat::F32)),
+];
+
+/// How an engine runs its model. Fill with `dsv4_engine_options_init`, then change what you like.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct dsv4_engine_options {
+    /// `sizeof(dsv4_engine_options)`.
+    pub size: usize,
+    /// Where to run, ending with a NUL: `"cpu"`, `"cuda"` or `"cuda:N"`; NULL is `"cpu"`, the default. Read during the
+    /// call only.
+    pub device: *const c_char,
+    /// A `dsv4_numerics`.
+    pub numerics: i32,
+    /// A `dsv4_kv_format`.
+    pub kv_format: i32,
+    /// Worker threads, at most 1024; 0, the default, is one per available core. They belong to the engine and end with
+    /// it; 1 starts none and works on the calling thread.
+    pub threads: u32,
+    /// Most tokens that go through the model at once, 1 to 65536; 256 by default. More is faster and takes more memory,
+    /// and a call is cancelled within one such chunk.
+    pub prefill_chunk: u32,
+}
+
+// SAFETY: `repr(C)`, `size` first, plain fields without padding.
+unsafe impl SizedStruct for dsv4_engine_options {
+    const NAME: &'static str = "dsv4_engine_options";
+}
+
+impl Options for dsv4_engine_options {
+    fn defaults() -> Self {
+        let rust = EngineOptions::default();
+        Self {
+            size: size_of::<Self>(),
+            device: ptr::null(),
+            numerics: dsv4_numerics::Reference as i32,
+            kv_format: dsv4_kv_format::Auto as i32,
+            threads: rust.threads as u32,
+            prefill_chunk: rust.prefill_chunk as u32,
+        }
+    }
+}
+
+/// What an engine was made with and found. Set `size` to `sizeof(dsv4_engine_info)` before the call.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct dsv4_engine_info {
+    /// `sizeof(dsv4_engine_info)`.
+    pub size: usize,
+    /// Instruction set of the CPU kernels, for example `"avx2"`; ends with a NUL.
+    pub simd: [c_char; 16],
+    /// A `dsv4_numerics`.
+    pub numerics: i32,
+    /// A `dsv4_kv_format`, never `AUTO`.
+    pub kv_format: i32,
+    /// Threads that work at once.
+    pub threads: u32,
+    /// Most tokens that go through the model at once.
+    pub prefill_chunk: u32,
+}
+
+// SAFETY: `repr(C)`, `size` first, plain fields without padding.
+unsafe impl SizedStruct for dsv4_engine_info {
+    const NAME: &'static str = "dsv4_engine_info";
+}
+
+/// Sets every default in `options`, a struct of `size` bytes. Use `dsv4_engine_options_init`, which passes the size as
+/// your header has it. `options` may be NULL; then nothing happens.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dsv4_engine_options_init_sized(options: *mut dsv4_engine_options, size: usize) {
+    guard_value("dsv4_engine_options_init_sized", (), || {
+        // SAFETY: NULL or `size` bytes by the header's contract.
+        unsafe { init_options(options, size) }
+    });
+}
+
+/// Makes an engine on `model`. `options` may be NULL. `*out` receives the engine, to be freed with `dsv4_engine_free`.
+///
+/// Errors: `INVALID_ARGUMENT` for an option out of range; `UNAVAILABLE` for a device that is not there and
+/// `UNSUPPORTED` for one that this version cannot run on; `OUT_OF_MEMORY`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_engine_new(
+    model: *const dsv4_model,
+    options: *const dsv4_engine_options,
+    out: *mut *mut dsv4_engine,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    // SAFETY: NULL or a valid output by the header's contract.
+    let out = unsafe { Out::new(out, "out") };
+    guard("dsv4_engine_new", err, || {
+        // SAFETY: as above.
+        let model = unsafe { object(model, "model") }?.get()?;
+        // SAFETY: as above.
+        let options = unsafe { self::options(options) }?;
+        out.check()?;
+        // SAFETY: as above; the text is read during this call only.
+        let options = unsafe { read(&options) }?;
+        let engine = Engine::new(&model.model, options)?;
+        out.give(dsv4_engine { shared: Shared::new("the engine", engine) });
+        Ok(())
+    })
+}
+
+/// Frees an engine. Sessions made on it keep what they need and live on. `engine` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dsv4_engine_free(engine: *mut dsv4_engine) {
+    guard_value("dsv4_engine_free", (), || {
+        // SAFETY: NULL or an object that nobody uses any more, by the header's contract.
+        unsafe { free(engine) }
+    });
+}
+
+/// What the engine was made with and found.
+///
+/// Errors: only `INVALID_ARGUMENT` and `POISONED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_engine_get_info(
+    engine: *const dsv4_engine,
+    info: *mut dsv4_engine_info,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    // SAFETY: NULL or a valid output by the header's contract.
+    let info = unsafe { OutStruct::new(info, "info") };
+    guard("dsv4_engine_get_info", err, || {
+        // SAFETY: as above.
+        let engine = unsafe { object(engine, "engine") }?.get()?;
+        info.check()?;
+        info.set(describe(&engine));
+        Ok(())
+    })
+}
+
+impl dsv4_engine {
+    pub(super) fn get(&self) -> Result<SharedUse<'_, Arc<Engine>>> {
+        self.shared.get()
+    }
+}
+
+/// The Rust options behind those of C.
+///
+/// # Safety
+/// `device` is NULL or text that ends with a NUL.
+pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions> {
+    let device = if options.device.is_null() {
+        DeviceChoice::Cpu
+    } else {
+        // SAFETY: by the contract above.
+        unsafe { c_text(options.device, "device") }?.parse()?
+    };
+    Ok(EngineOptions {
+        numerics: choice(options.numerics, "numerics", &NUMERICS, |n| n as i32)?,
+        kv_format: choice(options.kv_format, "kv_format", &KV_FORMATS, |f| f as i32)?,
+        device,
+        threads: options.threads as usize,
+        prefill_chunk: options.prefill_chunk as usize,
+    })
+}
+
+fn describe(engine: &Engine) -> dsv4_engine_info {
+    let options = engine.options();
+    let numerics = match options.numerics {
+        Numerics::Reference => dsv4_numerics::Reference,
+        Numerics::Served => dsv4_numerics::Served,
+        Numerics::Kvquant => dsv4_numerics::Kvquant,
+        Numerics::Exact => dsv4_numerics::Exact,
+    };
+    let kv_format = match engine.kv_format() {
+        KvFormat::Fp8 => dsv4_kv_format::Fp8,
+        KvFormat::Bf16 => dsv4_kv_format::Bf16,
+        KvFormat::F32 => dsv4_kv_format::F32,
+    };
+    let mut info = dsv4_engine_info {
+        size: size_of::<dsv4_engine_info>(),
+        simd: [0; 16],
+        numerics: numerics as i32,
+        kv_format: kv_format as i32,
+        threads: engine.threads() as u32,
+        prefill_chunk: options.prefill_chunk as u32,
+    };
+    copy_text(engine.simd(), &mut info.simd);
+    info
+}

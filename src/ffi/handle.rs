@@ -1,0 +1,152 @@
+//! Handles: what the opaque pointers of the C API point to.
+//!
+//! Invariant: a [`Shared`] object is reached by any number of threads at once, an [`Exclusive`] one by one thread at a
+//! time, and a second one is told `BUSY` instead of waiting. A panic while an object is in use poisons it, and from then
+//! on every use is refused with `POISONED`; freeing it works.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::thread::panicking;
+
+use super::guard::injection_point;
+use crate::error::{Result, bail};
+
+/// An object for concurrent use.
+pub(super) struct Shared<T> {
+    what: &'static str,
+    poisoned: AtomicBool,
+    value: T,
+}
+
+/// A use of a [`Shared`] object.
+pub(super) struct SharedUse<'a, T> {
+    object: &'a Shared<T>,
+    panicking_before: bool,
+}
+
+impl<T> Shared<T> {
+    /// `what` names the object in messages, with its article: "the model".
+    pub(super) fn new(what: &'static str, value: T) -> Self {
+        Self { what, poisoned: AtomicBool::new(false), value }
+    }
+
+    pub(super) fn get(&self) -> Result<SharedUse<'_, T>> {
+        if self.poisoned.load(Ordering::Acquire) {
+            return poisoned(self.what);
+        }
+        let using = SharedUse { object: self, panicking_before: panicking() };
+        injection_point();
+        Ok(using)
+    }
+}
+
+impl<T> Deref for SharedUse<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.object.value
+    }
+}
+
+impl<T> Drop for SharedUse<'_, T> {
+    fn drop(&mut self) {
+        if panicking() && !self.panicking_before {
+            self.object.poisoned.store(true, Ordering::Release);
+        }
+    }
+}
+
+/// An object for one thread at a time.
+pub(super) struct Exclusive<T> {
+    what: &'static str,
+    value: Mutex<T>,
+}
+
+/// The use of an [`Exclusive`] object; others are refused until it is dropped.
+pub(super) struct ExclusiveUse<'a, T>(MutexGuard<'a, T>);
+
+impl<T> Exclusive<T> {
+    /// `what` as for [`Shared::new`].
+    pub(super) fn new(what: &'static str, value: T) -> Self {
+        Self { what, value: Mutex::new(value) }
+    }
+
+    pub(super) fn get(&self) -> Result<ExclusiveUse<'_, T>> {
+        let using = match self.value.try_lock() {
+            Ok(lock) => ExclusiveUse(lock),
+            Err(TryLockError::WouldBlock) => bail!(Busy, "{} is in use by another thread", self.what),
+            Err(TryLockError::Poisoned(_)) => return poisoned(self.what),
+        };
+        injection_point();
+        Ok(using)
+    }
+}
+
+impl<T> Deref for ExclusiveUse<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T> DerefMut for ExclusiveUse<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
+
+fn poisoned<T>(what: &str) -> Result<T> {
+    bail!(Poisoned, "{what} was broken by a panic in an earlier call; it can only be freed")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+    use crate::error::ErrorKind;
+    use crate::ffi::guard::guard_value;
+
+    #[test]
+    fn a_panic_during_use_poisons_a_shared_object_and_no_other() {
+        let (object, other) = (Shared::new("the object", 1), Shared::new("the other", 2));
+        guard_value("dsv4_test", (), || {
+            let _using = object.get();
+            panic!("in use");
+        });
+        assert_eq!(object.get().err().expect("poisoned").kind(), ErrorKind::Poisoned);
+        assert_eq!(*other.get().expect("untouched"), 2);
+    }
+
+    #[test]
+    fn use_while_the_thread_is_already_panicking_does_not_poison() {
+        struct Cleanup<'a>(&'a Shared<i32>);
+        impl Drop for Cleanup<'_> {
+            fn drop(&mut self) {
+                assert!(self.0.get().is_ok());
+            }
+        }
+        let object = Shared::new("the object", 1);
+        guard_value("dsv4_test", (), || {
+            let _cleanup = Cleanup(&object);
+            panic!("elsewhere");
+        });
+        assert!(object.get().is_ok());
+    }
+
+    #[test]
+    fn an_exclusive_object_is_busy_during_use_and_poisoned_after_a_panic() {
+        let object = Exclusive::new("the object", 1);
+        let using = object.get().expect("free");
+        assert_eq!(object.get().err().expect("busy").kind(), ErrorKind::Busy);
+        drop(using);
+        *object.get().expect("free again") += 1;
+        let _ = catch_unwind(AssertUnwindSafe(|| {
+            let _using = object.get();
+            panic!("in use, printed by the test harness");
+        }));
+        assert_eq!(object.get().err().expect("poisoned").kind(), ErrorKind::Poisoned);
+    }
+}

@@ -1,0 +1,202 @@
+//! Status and error
+//!
+//! Every fallible function returns a `dsv4_status` and takes a `dsv4_error *` as its last parameter, which may be NULL.
+//! The error is the caller's own memory: nothing is thread-local and nothing has to be freed.
+
+use std::ffi::c_char;
+
+use super::guard::guard_value;
+use crate::error::{Error, ErrorKind};
+
+/// Outcome of a call. Numbers are never changed or used again; later versions may add some, so treat an unknown number
+/// as a failure.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum dsv4_status {
+    /// Success.
+    Ok = 0,
+    /// An argument is NULL or out of its documented range, or the call is not possible in this state.
+    InvalidArgument = 1,
+    /// A file, folder, tensor or entry that was named does not exist.
+    NotFound = 2,
+    /// The operating system refused to read, map or write a file.
+    Io = 3,
+    /// A checkpoint is damaged, truncated or contradicts itself.
+    Corrupt = 4,
+    /// `config.json` has a known key with a wrong type or an impossible value.
+    Config = 5,
+    /// A model of another architecture; never loaded by guess.
+    UnsupportedModel = 6,
+    /// A valid request that this build or device cannot serve.
+    Unsupported = 7,
+    /// A device or library that was asked for is not there; the message says the remedy.
+    Unavailable = 8,
+    /// An allocation sized by model, context, batch or file was refused; the message has the bytes. The objects of the
+    /// call are as before it and can be used on.
+    OutOfMemory = 9,
+    /// The session's context is full; the session is unchanged.
+    ContextFull = 10,
+    /// The call was cancelled; what was computed before stays usable.
+    Cancelled = 11,
+    /// The object is in use by another thread.
+    Busy = 12,
+    /// Logits or activations became NaN or infinite.
+    Numeric = 13,
+    /// `tokenizer.json` cannot be read, or text or ids do not fit it.
+    Tokenizer = 14,
+    /// A chat message list does not follow the expected form.
+    Chat = 15,
+    /// A panic broke this object earlier; it can only be freed.
+    Poisoned = 16,
+    /// A defect of this library: a panic that was stopped at its border. The object is poisoned.
+    Panic = 17,
+    /// The caller's buffer is too small; the required length has been written. Call again with more room.
+    BufferTooSmall = 18,
+}
+
+impl dsv4_status {
+    /// All of them, by number.
+    pub(super) const ALL: [(Self, &'static std::ffi::CStr); 19] = [
+        (Self::Ok, c"OK"),
+        (Self::InvalidArgument, c"INVALID_ARGUMENT"),
+        (Self::NotFound, c"NOT_FOUND"),
+        (Self::Io, c"IO"),
+        (Self::Corrupt, c"CORRUPT"),
+        (Self::Config, c"CONFIG"),
+        (Self::UnsupportedModel, c"UNSUPPORTED_MODEL"),
+        (Self::Unsupported, c"UNSUPPORTED"),
+        (Self::Unavailable, c"UNAVAILABLE"),
+        (Self::OutOfMemory, c"OUT_OF_MEMORY"),
+        (Self::ContextFull, c"CONTEXT_FULL"),
+        (Self::Cancelled, c"CANCELLED"),
+        (Self::Busy, c"BUSY"),
+        (Self::Numeric, c"NUMERIC"),
+        (Self::Tokenizer, c"TOKENIZER"),
+        (Self::Chat, c"CHAT"),
+        (Self::Poisoned, c"POISONED"),
+        (Self::Panic, c"PANIC"),
+        (Self::BufferTooSmall, c"BUFFER_TOO_SMALL"),
+    ];
+}
+
+impl From<ErrorKind> for dsv4_status {
+    fn from(kind: ErrorKind) -> Self {
+        match kind {
+            ErrorKind::InvalidArgument => Self::InvalidArgument,
+            ErrorKind::NotFound => Self::NotFound,
+            ErrorKind::Io => Self::Io,
+            ErrorKind::Corrupt => Self::Corrupt,
+            ErrorKind::Config => Self::Config,
+            ErrorKind::UnsupportedModel => Self::UnsupportedModel,
+            ErrorKind::Unsupported => Self::Unsupported,
+            ErrorKind::Unavailable => Self::Unavailable,
+            ErrorKind::OutOfMemory => Self::OutOfMemory,
+            ErrorKind::ContextFull => Self::ContextFull,
+            ErrorKind::Cancelled => Self::Cancelled,
+            ErrorKind::Busy => Self::Busy,
+            ErrorKind::Numeric => Self::Numeric,
+            ErrorKind::Tokenizer => Self::Tokenizer,
+            ErrorKind::Chat => Self::Chat,
+            ErrorKind::Poisoned => Self::Poisoned,
+            ErrorKind::Panic => Self::Panic,
+        }
+    }
+}
+
+/// What went wrong, in the caller's own memory. `dsv4_error err = {0};` is a valid start. Every call that gets it
+/// writes `code` and `message`, also when it succeeds (`DSV4_STATUS_OK` and an empty message).
+#[repr(C)]
+pub struct dsv4_error {
+    /// `sizeof(dsv4_error)`, or 0, which stands for the layout of the first version. Never written.
+    pub size: usize,
+    /// The status that the call returned.
+    pub code: dsv4_status,
+    /// For people: UTF-8, cut at a character border if it is too long, always ended by a NUL. Lower case, without a
+    /// final period; names the file, key, tensor or value at fault.
+    pub message: [c_char; DSV4_ERROR_MESSAGE_SIZE],
+}
+
+/// Bytes of `dsv4_error.message`, the final NUL included.
+pub const DSV4_ERROR_MESSAGE_SIZE: usize = 1000;
+
+/// Name of a status as in this header, without the prefix: `"OUT_OF_MEMORY"`. `"UNKNOWN"` for a number that this
+/// version does not know. Static text; never NULL.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn dsv4_status_name(status: i32) -> *const c_char {
+    guard_value("dsv4_status_name", c"UNKNOWN".as_ptr(), || {
+        let known = dsv4_status::ALL.iter().find(|(known, _)| *known as i32 == status);
+        known.map_or(c"UNKNOWN", |(_, name)| name).as_ptr()
+    })
+}
+
+/// Why a call failed: like [`Error`], and the statuses that only the C API has.
+pub(super) struct Fault {
+    pub(super) status: dsv4_status,
+    pub(super) message: String,
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self { status: error.kind().into(), message: error.message().to_owned() }
+    }
+}
+
+/// Fills the caller's error, if there is one.
+///
+/// # Safety
+/// `err` is NULL or points to a `dsv4_error`, or to one of an older version whose `size` says so.
+pub(super) unsafe fn report(err: *mut dsv4_error, status: dsv4_status, message: &str) {
+    if err.is_null() {
+        return;
+    }
+    let mut end = message.len().min(DSV4_ERROR_MESSAGE_SIZE - 1);
+    while !message.is_char_boundary(end) {
+        end -= 1;
+    }
+    // SAFETY: `err` is valid for writes, and every version has these fields at these places.
+    unsafe { (&raw mut (*err).code).write_unaligned(status) };
+    // SAFETY: as above; the pointer is only formed.
+    let text = unsafe { &raw mut (*err).message }.cast::<u8>();
+    // SAFETY: `end` is smaller than the array, and a `str` of ours never overlaps the caller's memory.
+    unsafe { text.copy_from_nonoverlapping(message.as_ptr(), end) };
+    // SAFETY: `end` is an index of the array.
+    unsafe { text.add(end).write(0) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reported(message: &str) -> String {
+        let mut err = dsv4_error { size: 0, code: dsv4_status::Ok, message: [0x55; DSV4_ERROR_MESSAGE_SIZE] };
+        // SAFETY: `err` is a local.
+        unsafe { report(&raw mut err, dsv4_status::Config, message) };
+        assert_eq!((err.size, err.code), (0, dsv4_status::Config));
+        // SAFETY: `report` ends the message with a NUL.
+        let text = unsafe { std::ffi::CStr::from_ptr(err.message.as_ptr()) };
+        text.to_str().expect("the message is UTF-8").to_owned()
+    }
+
+    #[test]
+    fn a_long_message_is_cut_at_a_character_border() {
+        assert_eq!(reported("short"), "short");
+        assert_eq!(reported(&"x".repeat(2000)), "x".repeat(999));
+        assert_eq!(reported(&"€".repeat(400)), "€".repeat(333));
+        assert_eq!(reported(&format!("x{}", "€".repeat(400))), format!("x{}", "€".repeat(332)));
+    }
+
+    #[test]
+    fn numbers_are_dense_and_names_are_unique() {
+        for (i, (status, name)) in dsv4_status::ALL.iter().enumerate() {
+            assert_eq!(*status as usize, i, "{name:?}");
+            assert_eq!(dsv4_status::ALL.iter().filter(|(_, other)| other == name).count(), 1, "{name:?}");
+        }
+    }
+
+    #[test]
+    fn a_null_error_is_ignored() {
+        // SAFETY: NULL is allowed.
+        unsafe { report(std::ptr::null_mut(), dsv4_status::Io, "lost") };
+    }
+}
