@@ -126,7 +126,10 @@ unsafe fn c_bytes<'a>(ptr: *const c_char, name: &str) -> Result<&'a [u8]> {
 
 fn utf8<'a>(bytes: &'a [u8], name: &str) -> Result<&'a str> {
     std::str::from_utf8(bytes).map_err(|e| {
-        Error::new(ErrorKind::InvalidArgument, format!("{name} is not UTF-8: the byte at offset {} is wrong", e.valid_up_to()))
+        Error::new(
+            ErrorKind::InvalidArgument,
+            format!("{name} is not UTF-8: the byte at offset {} is wrong", e.valid_up_to()),
+        )
     })
 }
 

@@ -7,7 +7,9 @@ use std::ffi::c_char;
 use std::ptr;
 use std::sync::Arc;
 
-use super::args::{Options, Out, OutStruct, SizedStruct, c_text, choice, copy_text, free, init_options, object, options};
+use super::args::{
+    Options, Out, OutStruct, SizedStruct, c_text, choice, copy_text, free, init_options, object, options,
+};
 use super::guard::{guard, guard_value};
 use super::handle::{Shared, SharedUse};
 use super::model::dsv4_model;

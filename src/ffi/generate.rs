@@ -119,8 +119,7 @@ unsafe impl SizedStruct for dsv4_piece {
 /// Told on the calling thread of each piece of a `dsv4_session_generate`; `piece` and its text are valid during the call
 /// only. Return 0 to go on; anything else cancels. It must return (no `longjmp`, no C++ exception). It may read the
 /// session.
-pub type dsv4_piece_callback =
-    Option<unsafe extern "C" fn(userdata: *mut c_void, piece: *const dsv4_piece) -> i32>;
+pub type dsv4_piece_callback = Option<unsafe extern "C" fn(userdata: *mut c_void, piece: *const dsv4_piece) -> i32>;
 
 /// Sets every default in `options`, a struct of `size` bytes. Use `dsv4_generation_options_init`, which passes the size
 /// as your header has it. `options` may be NULL; then nothing happens.
@@ -243,7 +242,8 @@ pub unsafe extern "C" fn dsv4_session_generate(
         loop {
             let piece = running.next()?;
             // SAFETY: the host gave function and userdata to be called so during this call.
-            let stop = callback.is_some_and(|callback| unfenced(|| unsafe { callback(userdata, &raw const piece) }) != 0);
+            let stop =
+                callback.is_some_and(|callback| unfenced(|| unsafe { callback(userdata, &raw const piece) }) != 0);
             if piece.finish != dsv4_finish::None as i32 {
                 finish.set(piece.finish);
                 return Ok(());

@@ -80,8 +80,8 @@ fn fenced<T>(function: &'static str, body: impl FnOnce() -> T) -> Result<T, Stri
     }));
     result.map_err(|payload| {
         let message = describe(function, payload);
-        // the log's own code is the last that could panic
-        let _ = panic::catch_unwind(|| tracing::error!("{message}"));
+        // the log's own code is the last that could panic, and there is nobody left to tell
+        panic::catch_unwind(|| tracing::error!("{message}")).unwrap_or_else(std::mem::forget);
         message
     })
 }

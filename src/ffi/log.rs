@@ -112,7 +112,9 @@ fn subscribe() -> Result<()> {
     static SUBSCRIBED: OnceCell<()> = OnceCell::new();
     SUBSCRIBED
         .get_or_try_init(|| tracing::subscriber::set_global_default(Subscription))
-        .map_err(|_| Error::new(ErrorKind::Unavailable, "the program has a tracing subscriber, which gets the messages"))
+        .map_err(|_| {
+            Error::new(ErrorKind::Unavailable, "the program has a tracing subscriber, which gets the messages")
+        })
         .copied()
 }
 

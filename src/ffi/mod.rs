@@ -103,7 +103,17 @@ pub mod testing {
 
     /// The sections of the header, which are the files of this folder, in reading order.
     pub const SECTIONS: &[&str] = &[
-        "version", "status", "log", "device", "model", "tokenizer", "engine", "session", "sampler", "generate", "cache",
+        "version",
+        "status",
+        "log",
+        "device",
+        "model",
+        "tokenizer",
+        "engine",
+        "session",
+        "sampler",
+        "generate",
+        "cache",
         "plan",
     ];
 

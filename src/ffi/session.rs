@@ -71,8 +71,7 @@ unsafe impl SizedStruct for dsv4_session_info {
 /// Told on the calling thread, after each chunk of a `dsv4_session_feed`, that `done` of its `total` tokens are in the
 /// session. Return 0 to go on; anything else cancels. It must return (no `longjmp`, no C++ exception), and the session
 /// is `BUSY` for it, except for `dsv4_session_cancel`.
-pub type dsv4_progress_callback =
-    Option<unsafe extern "C" fn(userdata: *mut c_void, done: usize, total: usize) -> i32>;
+pub type dsv4_progress_callback = Option<unsafe extern "C" fn(userdata: *mut c_void, done: usize, total: usize) -> i32>;
 
 /// Sets every default in `options`, a struct of `size` bytes. Use `dsv4_session_options_init`, which passes the size as
 /// your header has it. `options` may be NULL; then nothing happens.

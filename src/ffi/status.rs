@@ -5,7 +5,8 @@
 
 use std::ffi::c_char;
 
-use super::guard::guard_value;
+use super::guard::{guard, guard_value};
+use super::version;
 use crate::error::{Error, ErrorKind};
 
 /// Outcome of a call. Numbers are never changed or used again; later versions may add some, so treat an unknown number
@@ -128,6 +129,19 @@ pub extern "C" fn dsv4_status_name(status: i32) -> *const c_char {
         let known = dsv4_status::ALL.iter().find(|(known, _)| *known as i32 == status);
         known.map_or(c"UNKNOWN", |(_, name)| name).as_ptr()
     })
+}
+
+/// Checks that a program compiled against the header of version `header_version` (pass `DSV4_VERSION_NUMBER`) can use
+/// this library. Call it once at the start.
+///
+/// Versions fit if the major number is equal and, while that is 0, also the minor number; from 1.0 on, if the library's
+/// minor number is at least the header's.
+///
+/// Errors: `UNSUPPORTED`, with a message that says which side is too old.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_abi_check(header_version: u32, err: *mut dsv4_error) -> dsv4_status {
+    guard("dsv4_abi_check", err, || Ok(version::check(header_version, version::VERSION)?))
 }
 
 /// Why a call failed: like [`Error`], and the statuses that only the C API has.

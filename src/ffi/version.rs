@@ -1,12 +1,11 @@
 //! Version
 //!
-//! The header and the library that is loaded at run time can be of different versions. Call
-//! `dsv4_abi_check(DSV4_VERSION_NUMBER, &err)` once at the start to learn in words whether they fit.
+//! The header and the library that is loaded at run time can be of different versions; `dsv4_abi_check` below tells in
+//! words whether they fit.
 
 use std::ffi::c_char;
 
-use super::guard::{guard, guard_value};
-use super::status::{dsv4_error, dsv4_status};
+use super::guard::guard_value;
 use crate::error::{Result, bail};
 
 /// Version of the library as text, for example `"0.1.0"`. Static text; never NULL.
@@ -31,20 +30,7 @@ pub extern "C" fn dsv4_build_info() -> *const c_char {
     guard_value("dsv4_build_info", c"".as_ptr(), || BUILD_INFO.as_ptr().cast())
 }
 
-/// Checks that a program compiled against the header of version `header_version` (pass `DSV4_VERSION_NUMBER`) can use
-/// this library.
-///
-/// Versions fit if the major number is equal and, while that is 0, also the minor number; from 1.0 on, if the library's
-/// minor number is at least the header's.
-///
-/// Errors: `UNSUPPORTED`, with a message that says which side is too old.
-#[unsafe(no_mangle)]
-#[must_use]
-pub unsafe extern "C" fn dsv4_abi_check(header_version: u32, err: *mut dsv4_error) -> dsv4_status {
-    guard("dsv4_abi_check", err, || Ok(check(header_version, VERSION)?))
-}
-
-const VERSION: u32 = number(
+pub(super) const VERSION: u32 = number(
     decimal(env!("CARGO_PKG_VERSION_MAJOR")),
     decimal(env!("CARGO_PKG_VERSION_MINOR")),
     decimal(env!("CARGO_PKG_VERSION_PATCH")),
@@ -75,7 +61,8 @@ const fn decimal(text: &str) -> u32 {
     value
 }
 
-fn check(header: u32, library: u32) -> Result<()> {
+/// See `dsv4_abi_check`.
+pub(super) fn check(header: u32, library: u32) -> Result<()> {
     let parts = |version: u32| (version >> 16, version >> 8 & 255, version & 255);
     let ((major, minor, patch), (lib_major, lib_minor, lib_patch)) = (parts(header), parts(library));
     let same_line = major == lib_major && (major > 0 || minor == lib_minor);
@@ -104,7 +91,9 @@ mod tests {
         assert!(fits(v(0, 1, 0), v(0, 1, 0)) && fits(v(0, 1, 7), v(0, 1, 2)) && fits(v(1, 2, 0), v(1, 5, 0)));
         assert!(!fits(v(0, 1, 0), v(0, 2, 0)) && !fits(v(1, 3, 0), v(1, 2, 9)) && !fits(v(0, 9, 0), v(1, 9, 0)));
         let message = |header, library| check(header, library).unwrap_err().message().to_owned();
-        assert!(message(v(0, 2, 0), v(0, 1, 3)).contains("dsv4.h 0.2.0, but the library is 0.1.3; the library is too old"));
+        assert!(
+            message(v(0, 2, 0), v(0, 1, 3)).contains("dsv4.h 0.2.0, but the library is 0.1.3; the library is too old")
+        );
         assert!(message(v(0, 1, 0), v(0, 2, 0)).contains("the program is too old"));
     }
 }
