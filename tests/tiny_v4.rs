@@ -26,7 +26,8 @@ fn passage() -> Vec<u32> {
     let model = Model::open(folder()).expect("the model of the repository");
     let text = std::fs::read_to_string(folder().join("eval.txt")).expect("the passage");
     let mut tokens = vec![0];
-    tokens.extend(model.tokenizer().expect("its tokenizer").encode(&text, Markup::Text).expect("the passage is encoded"));
+    tokens
+        .extend(model.tokenizer().expect("its tokenizer").encode(&text, Markup::Text).expect("the passage is encoded"));
     tokens
 }
 
