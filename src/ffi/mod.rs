@@ -114,6 +114,7 @@ pub mod testing {
         "session",
         "sampler",
         "generate",
+        "chat",
         "cache",
         "plan",
     ];

@@ -31,7 +31,8 @@ impl Signature {
 
     fn parse(block: &str) -> Self {
         let (description, declaration) = block.split_once("\nDSV4_API ").expect("filtered so");
-        let declaration = declaration.trim_start_matches("DSV4_NODISCARD ").replace('\n', " ");
+        let declaration = declaration.replace('\n', " ");
+        let declaration = declaration.trim_start_matches("DSV4_NODISCARD ");
         let (head, rest) = declaration.split_once('(').expect("a function has parentheses");
         let (parameters, _) = rest.split_once(')').expect("a function has parentheses");
         let (result, name) = split_name(head);

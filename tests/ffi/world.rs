@@ -202,10 +202,13 @@ impl World {
         let init = unsafe { std::mem::transmute::<*const (), Init>(address(&format!("{kind}_init_sized"))) };
         // SAFETY: the block has that size.
         unsafe { init(block, STRUCT_SIZE) };
+        // the fields that are set have their low half here on little-endian machines
         let field = |offset: usize| (block + offset) as *mut u32;
         match kind {
             // SAFETY: `max_tokens`, within the block.
             "dsv4_generation_options" => unsafe { *field(8) = 2 },
+            // SAFETY: `context`, within the block; so short that a generation without options ends soon.
+            "dsv4_session_options" => unsafe { *field(8) = 24 },
             // SAFETY: `threads`, within the block.
             "dsv4_engine_options" => unsafe { *field(24) = 1 },
             _ => {}
