@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use dsv4::{Engine, ErrorKind, Error, Session, SessionOptions, TokenId};
+use dsv4::{Engine, Error, ErrorKind, Session, SessionOptions, TokenId};
 use serde_json::{Value, json};
 
 use crate::args::EngineArgs;
@@ -111,7 +111,8 @@ pub(crate) fn run(args: &Args) -> Result {
     };
     let mut measurements = Vec::new();
     let prefills: Vec<usize> = args.prefill.iter().copied().filter(|&n| n > 0).collect();
-    let bar = progress::bar("bench", (args.context.len() * (prefills.len() + usize::from(args.decode > 0))) as u64, "kinds");
+    let bar =
+        progress::bar("bench", (args.context.len() * (prefills.len() + usize::from(args.decode > 0))) as u64, "kinds");
     for &context in &args.context {
         for &tokens in &prefills {
             measurements.push(bench.prefill(context, tokens)?);

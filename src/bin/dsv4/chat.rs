@@ -1,4 +1,6 @@
 //! chat
 #[derive(clap::Args)]
 pub(crate) struct Args {}
-pub(crate) fn run(_: Args) -> crate::failure::Result { Ok(()) }
+pub(crate) fn run(_: Args) -> crate::failure::Result {
+    Ok(())
+}

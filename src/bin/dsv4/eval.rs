@@ -179,7 +179,8 @@ fn read_cases(path: &Path) -> Result<Vec<RecallCase>> {
     }
     let fault = |what: String| Error::new(ErrorKind::InvalidArgument, format!("{}: {what}", path.display()));
     let text = std::fs::read(path).map_err(|e| Error::io(path, &e))?;
-    let cases: Vec<Case> = serde_json::from_slice(&text).map_err(|e| fault(format!("not a list of recall cases: {e}")))?;
+    let cases: Vec<Case> =
+        serde_json::from_slice(&text).map_err(|e| fault(format!("not a list of recall cases: {e}")))?;
     if cases.is_empty() {
         return Err(fault("the list of recall cases is empty".to_owned()).into());
     }
@@ -204,8 +205,11 @@ fn plant(args: &Args, engine: &Engine, filler: &str) -> Result<Vec<RecallCase>> 
     let mut cases = Vec::new();
     for &distance in &args.recall_distances {
         for case in 0..args.cases as usize {
-            let filler =
-                Filler { bos: engine.model().config().bos_token_id, ids: &ids, start: case * ids.len() / args.cases as usize };
+            let filler = Filler {
+                bos: engine.model().config().bos_token_id,
+                ids: &ids,
+                start: case * ids.len() / args.cases as usize,
+            };
             cases.push(RecallCase::plant(&filler, &key(tokenizer, case + distance)?, LEAD, distance)?);
         }
     }

@@ -65,7 +65,11 @@ impl From<io::Error> for Failure {
 /// Text with line breaks and other control characters escaped: names from files may contain them.
 pub(crate) fn one_line(text: &str) -> String {
     text.chars().fold(String::with_capacity(text.len()), |mut line, c| {
-        if c.is_control() { line.extend(c.escape_default()) } else { line.push(c) }
+        if c.is_control() {
+            line.extend(c.escape_default())
+        } else {
+            line.push(c)
+        }
         line
     })
 }

@@ -187,7 +187,8 @@ fn memory(config: &Config, args: &Args) -> Value {
 fn devices() -> Value {
     match cuda_devices() {
         Ok(list) => {
-            let device = |d: &dsv4::backend::Device| json!({ "id": d.id, "name": d.name, "memory_bytes": d.memory_bytes });
+            let device =
+                |d: &dsv4::backend::Device| json!({ "id": d.id, "name": d.name, "memory_bytes": d.memory_bytes });
             json!({ "cuda": list.iter().map(device).collect::<Vec<_>>() })
         }
         Err(e) => json!({ "cuda": [], "reason": e.message() }),
@@ -199,7 +200,7 @@ fn build() -> Value {
         "version": env!("CARGO_PKG_VERSION"),
         "arch": std::env::consts::ARCH,
         "os": std::env::consts::OS,
-        "simd": Simd::detect().name(),
+        "simd": Simd::available().into_iter().map(|simd| simd.level().name()).collect::<Vec<_>>(),
         "cuda_kernels": [],
     })
 }
@@ -217,7 +218,12 @@ fn print_model(m: &Value) -> Result {
         n("num_hash_layers")
     ))?;
     line(format_args!("  pattern        {}", pattern(&m["layers"]["pattern"])))?;
-    line(format_args!("  hidden         {} in {} streams, vocabulary {}", n("hidden_size"), n("hc_mult"), n("vocab_size")))?;
+    line(format_args!(
+        "  hidden         {} in {} streams, vocabulary {}",
+        n("hidden_size"),
+        n("hc_mult"),
+        n("vocab_size")
+    ))?;
     line(format_args!(
         "  attention      {} heads of {} ({} rotary), window {}, query rank {}, output {} groups of rank {}",
         n("num_attention_heads"),
@@ -327,7 +333,6 @@ fn print_memory(m: &Value) -> Result {
 }
 
 fn print_host() -> Result {
-    let build = build();
     line(format_args!("\nnumerics: {}", Numerics::ALL.map(Numerics::name).join(", ")))?;
     match cuda_devices() {
         Ok(list) => {
@@ -342,7 +347,7 @@ fn print_host() -> Result {
         env!("CARGO_PKG_VERSION"),
         std::env::consts::ARCH,
         std::env::consts::OS,
-        build["simd"].as_str().unwrap_or_default()
+        Simd::detect().level()
     ))
 }
 
