@@ -144,7 +144,8 @@ mod tests {
 
     #[test]
     fn a_key_is_planted_at_the_distance_asked_for() {
-        let key = PlantedKey { fact: vec![50, 51], answer: vec![60, 61], separator: vec![70], question: vec![80, 81, 82] };
+        let key =
+            PlantedKey { fact: vec![50, 51], answer: vec![60, 61], separator: vec![70], question: vec![80, 81, 82] };
         let ids = [1, 2, 3];
         let filler = Filler { bos: 0, ids: &ids, start: 2 };
         let case = RecallCase::plant(&filler, &key, 2, 10).unwrap();
