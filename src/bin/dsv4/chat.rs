@@ -86,6 +86,7 @@ pub(crate) fn run(args: Args) -> Result {
         sampler: Sampler::new(sampling)?,
         max_tokens: Some(args.max_tokens).filter(|&n| n > 0),
         stats: args.stats,
+        tools: args.tools,
     };
     chat.check(&engine)?;
     chat.reset();
@@ -107,6 +108,8 @@ struct Chat {
     sampler: Sampler,
     max_tokens: Option<u64>,
     stats: bool,
+    /// File of the tools, for messages.
+    tools: Option<PathBuf>,
 }
 
 /// An answer as it comes in.
@@ -122,7 +125,11 @@ impl Chat {
     /// Refuses options that no conversation could be rendered with, before the first line is read.
     fn check(&self, engine: &Engine) -> Result {
         let probe = [Message::new(Role::User, "")];
-        render(&probe, &self.options)?.encode(engine.model().tokenizer()?)?;
+        let prompt = render(&probe, &self.options).map_err(|e| match &self.tools {
+            Some(file) if e.kind() == ErrorKind::Chat => e.context(file.display()),
+            _ => e,
+        })?;
+        prompt.encode(engine.model().tokenizer()?)?;
         Ok(())
     }
 

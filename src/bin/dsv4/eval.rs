@@ -38,7 +38,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
 
-    /// Only the first N tokens, begin-of-sentence included; 0 is all
+    /// Only the first N predictions; 0 is all
     #[arg(long, value_name = "N", default_value_t = 0, requires = "text")]
     limit: usize,
 
@@ -105,12 +105,12 @@ pub(crate) fn run(args: &Args) -> Result {
     Ok(())
 }
 
-/// Ids of a text behind the begin-of-sentence token, at most `limit` of them unless that is 0.
+/// Ids of a text behind the begin-of-sentence token, enough for `limit` predictions unless that is 0.
 fn text_ids(engine: &Engine, text: &str, limit: usize) -> Result<Vec<TokenId>> {
     let mut ids = vec![engine.model().config().bos_token_id];
     ids.extend(engine.model().tokenizer()?.encode(text, Markup::Text)?);
     if limit > 0 {
-        ids.truncate(limit);
+        ids.truncate(limit.saturating_add(1));
     }
     Ok(ids)
 }
