@@ -1,7 +1,7 @@
 //! Comparisons with the golden vectors, end to end.
 //!
 //! `exact` is compared value by value at every position and at every listed prompt length; `kvquant` closely;
-//! `reference` loosely, since it amplifies last-bit differences (tests/half_layers.rs decides there).
+//! `reference` loosely, since it amplifies last-bit differences (`tests/half_layers.rs` decides there).
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stderr, reason = "the measured figures belong in the test log")]
 
