@@ -1042,6 +1042,236 @@ dsv4_status dsv4_session_generate(dsv4_session *session,
 
 
 ////////////////////////////////////////////////////////////////////////////////////////////////////
+// Chat
+//
+// OpenAI-style messages to a prompt, exactly as the model was trained to see it, and what the model writes back to
+// events: reasoning, content, tool calls. Text from users never becomes a control token, whatever it spells.
+
+// How much the model shall reason.
+enum dsv4_effort
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // The checkpoint's own.
+    DSV4_EFFORT_DEFAULT = 0,
+    // Only for checkpoints with DSpark stages, whose default it is.
+    DSV4_EFFORT_LOW = 1,
+    // The default of the April checkpoints.
+    DSV4_EFFORT_HIGH = 2,
+    // As much as the checkpoint was trained for.
+    DSV4_EFFORT_MAX = 3,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum dsv4_effort dsv4_effort;
+#else
+typedef int32_t dsv4_effort;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Which texts stand for which effort; they differ between releases.
+enum dsv4_effort_rules
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // Those of the checkpoint, told by its draft module. The default.
+    DSV4_EFFORT_RULES_CHECKPOINT = 0,
+    // Those of April 2026.
+    DSV4_EFFORT_RULES_APRIL = 1,
+    // Those of July and August 2026.
+    DSV4_EFFORT_RULES_DSPARK = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum dsv4_effort_rules dsv4_effort_rules;
+#else
+typedef int32_t dsv4_effort_rules;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// What an event says.
+enum dsv4_event_kind
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // There is no event; push more.
+    DSV4_EVENT_KIND_NONE = 0,
+    // More of what the model thinks.
+    DSV4_EVENT_KIND_REASONING = 1,
+    // More of the answer.
+    DSV4_EVENT_KIND_CONTENT = 2,
+    // Tool call number `call` begins; the text is the function's name.
+    DSV4_EVENT_KIND_TOOL_CALL_BEGIN = 3,
+    // More JSON text of the call's arguments.
+    DSV4_EVENT_KIND_TOOL_CALL_ARGUMENTS = 4,
+    // The call is complete, and its arguments together are a JSON object.
+    DSV4_EVENT_KIND_TOOL_CALL_END = 5,
+    // Output that does not follow the format, as the model wrote it. If `call` is not -1, that call is void.
+    DSV4_EVENT_KIND_MALFORMED = 6,
+    // The answer is complete.
+    DSV4_EVENT_KIND_END = 7,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum dsv4_event_kind dsv4_event_kind;
+#else
+typedef int32_t dsv4_event_kind;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Reads one answer of the model while it is written. One thread at a time; a second one gets `BUSY`.
+typedef struct dsv4_chat_parser dsv4_chat_parser;
+
+// A prompt: tokens for `dsv4_session_feed`, and text for people. Functions that take it as `const` may run on several
+// threads at once.
+typedef struct dsv4_prompt dsv4_prompt;
+
+// How messages become a prompt. Fill with `dsv4_chat_options_init`, then change what you like.
+typedef struct dsv4_chat_options {
+    // `sizeof(dsv4_chat_options)`.
+    size_t size;
+    // OpenAI `tools`: a JSON array that ends with a NUL; NULL if there are none. Read during the call only.
+    const char *tools;
+    // OpenAI `response_format`: a JSON object that ends with a NUL; NULL for plain text. Read during the call only.
+    const char *response_format;
+    // 1 lets the model reason before it answers; 0 by default.
+    int32_t thinking;
+    // A `dsv4_effort`; anything but `DEFAULT` needs `thinking`.
+    int32_t effort;
+    // A `dsv4_effort_rules`.
+    int32_t effort_rules;
+    // 1, the default, leaves out the reasoning of answers before the last user message, as the models were trained. It
+    // has no effect when tools are offered.
+    int32_t drop_thinking;
+    // 1, the default, ends the prompt where the model's answer begins.
+    int32_t add_generation_prompt;
+    // 0.
+    int32_t reserved;
+} dsv4_chat_options;
+
+// One step of an answer. Set `size` to `sizeof(dsv4_chat_event)` before the call that fills it.
+typedef struct dsv4_chat_event {
+    // `sizeof(dsv4_chat_event)`.
+    size_t size;
+    // `text_len` bytes of UTF-8 and a final NUL, valid until the next call with this parser. Never NULL after success.
+    const char *text;
+    // Bytes of `text`, without the NUL.
+    size_t text_len;
+    // A `dsv4_event_kind`.
+    int32_t kind;
+    // Number of the tool call, from 0; -1 if the event belongs to none.
+    int32_t call;
+} dsv4_chat_event;
+
+// Sets every default in `options`, a struct of `size` bytes. Use `dsv4_chat_options_init`, which passes the size as your
+// header has it. `options` may be NULL; then nothing happens.
+DSV4_API void dsv4_chat_options_init_sized(dsv4_chat_options *options,
+                                  size_t size);
+
+// Sets `size` and every default in `options`.
+static inline void dsv4_chat_options_init(dsv4_chat_options *options)
+{
+    dsv4_chat_options_init_sized(options, sizeof *options);
+}
+
+// Renders `messages_len` bytes of JSON, a list of OpenAI-style messages: `[{"role": "user", "content": "Hello"}]` with
+// the roles system, developer, user, assistant and tool. `options` may be NULL. `*out` receives the prompt, to be freed
+// with `dsv4_prompt_free`.
+//
+// Errors: `CHAT` naming the place in the JSON, for example `messages[2].tool_calls[0].function`; `INVALID_ARGUMENT` for
+// an effort that the mode or the checkpoint does not know; `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer
+// cannot be read or lacks a control token.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_chat_render(const dsv4_model *model,
+                             const char *messages,
+                             size_t messages_len,
+                             const dsv4_chat_options *options,
+                             dsv4_prompt **out,
+                             dsv4_error *err);
+
+// Frees a prompt. `prompt` may be NULL.
+DSV4_API void dsv4_prompt_free(dsv4_prompt *prompt);
+
+// The prompt's tokens: `*tokens` points to `*n` ids, which live as long as the prompt.
+//
+// Errors: only `INVALID_ARGUMENT` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_prompt_tokens(const dsv4_prompt *prompt,
+                               const uint32_t **tokens,
+                               size_t *n,
+                               dsv4_error *err);
+
+// The prompt as the official encoder writes it, `*len` bytes of UTF-8 and a final NUL, which live as long as the prompt.
+// Do not encode it with `DSV4_MARKUP_PARSE` to feed it: that makes control tokens of whatever users spelt.
+//
+// Errors: only `INVALID_ARGUMENT` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_prompt_text(const dsv4_prompt *prompt,
+                             const char **text,
+                             size_t *len,
+                             dsv4_error *err);
+
+// Starts reading an answer to a prompt that was rendered with this `thinking` (0 or 1). `*out` receives the parser, to be
+// freed with `dsv4_chat_parser_free`.
+//
+// Errors: `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer cannot be read.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_chat_parser_new(const dsv4_model *model,
+                                 int32_t thinking,
+                                 dsv4_chat_parser **out,
+                                 dsv4_error *err);
+
+// Frees a parser. `parser` may be NULL.
+DSV4_API void dsv4_chat_parser_free(dsv4_chat_parser *parser);
+
+// Takes one generated token, the end-of-sentence token included; then take the events with `dsv4_chat_parser_next`.
+//
+// Errors: `TOKENIZER` for an id outside the vocabulary; the parser is unchanged.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_chat_parser_push_token(dsv4_chat_parser *parser,
+                                        uint32_t token,
+                                        dsv4_error *err);
+
+// Takes output as `text_len` bytes of UTF-8, in which control tokens are told by their spelling. For output that is not
+// there as tokens; do not mix with `dsv4_chat_parser_push_token`.
+//
+// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_chat_parser_push_text(dsv4_chat_parser *parser,
+                                       const char *text,
+                                       size_t text_len,
+                                       dsv4_error *err);
+
+// Ends the answer, for whatever reason no token follows; then take the last events with `dsv4_chat_parser_next`.
+//
+// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_chat_parser_finish(dsv4_chat_parser *parser,
+                                    dsv4_error *err);
+
+// The next event, or one of kind `NONE` if more has to be pushed first.
+//
+// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_chat_parser_next(dsv4_chat_parser *parser,
+                                  dsv4_chat_event *event,
+                                  dsv4_error *err);
+
+// The answer so far as an OpenAI-style message, to append to the messages of the next `dsv4_chat_render`: `*json` points
+// to `*len` bytes of UTF-8 and a final NUL, valid until the next call with this parser.
+//
+// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_chat_parser_message(dsv4_chat_parser *parser,
+                                     const char **json,
+                                     size_t *len,
+                                     dsv4_error *err);
+
+
+////////////////////////////////////////////////////////////////////////////////////////////////////
 // Cache and statistics
 
 // Bytes of cache memory by kind. Set `size` to `sizeof(dsv4_cache_info)` before the call.

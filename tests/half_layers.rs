@@ -3,6 +3,7 @@
 //! The rule (tests/goldens/README.md): median and 90th percentile of the per-token relative error at most twice the
 //! oracle's own in float32, or the floor; routes and selected sets equal up to ties. Bit-equality is reported.
 #![forbid(unsafe_code)]
+#![expect(clippy::print_stderr, reason = "the measured figures belong in the test log")]
 
 mod common;
 
@@ -42,7 +43,7 @@ struct Case<'a> {
 /// All layers of the committed nano models.
 fn nano_cases(golden: &Golden) -> Vec<Case<'_>> {
     let ids = golden.tokens("A");
-    let hidden = common::checkpoint::config(&golden.recipe())["hidden_size"].as_u64().unwrap() as usize;
+    let hidden = common::checkpoint::config(&golden.recipe())["hidden_size"].as_u64().expect("a size") as usize;
     let layers = (0..8).filter(|l| golden.tensors("halves.reference.safetensors").has(&format!("layers.{l}.o")));
     let case = |layer: usize| {
         let data = golden.tensors("halves.reference.safetensors");

@@ -1,6 +1,7 @@
 //! Quality of the trained model of this repository: perplexity and recall as in its EVALUATION.md, made with the
 //! oracle in float64. The whole evaluation takes minutes; the normal run takes its beginning.
 #![forbid(unsafe_code)]
+#![expect(clippy::print_stderr, reason = "the measured figures belong in the test log")]
 
 mod common;
 
@@ -11,11 +12,11 @@ use dsv4::{Engine, Markup, Model, Numerics};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Loss and perplexity figures: tolerances of EVALUATION.md.
+/// Tolerances of the loss: EVALUATION.md's for the whole passage.
 const EXACT: f64 = 1e-4;
 const QUANTISED: f64 = 3e-3;
-const MODES: [(Numerics, f64); 3] =
-    [(Numerics::Exact, EXACT), (Numerics::Kvquant, QUANTISED), (Numerics::Reference, QUANTISED)];
+/// A quarter of the predictions has twice the noise.
+const QUANTISED_BEGINNING: f64 = 2.0 * QUANTISED;
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4")
@@ -71,20 +72,20 @@ fn exact_perplexity_of_the_first_1024_tokens_is_that_of_the_evaluation() {
 
 #[test]
 fn kvquant_perplexity_of_the_first_1024_tokens_is_that_of_the_evaluation() {
-    check_loss(Numerics::Kvquant, QUANTISED, 1024);
+    check_loss(Numerics::Kvquant, QUANTISED_BEGINNING, 1024);
 }
 
 #[test]
 fn reference_perplexity_of_the_first_1024_tokens_is_that_of_the_evaluation() {
-    check_loss(Numerics::Reference, QUANTISED, 1024);
+    check_loss(Numerics::Reference, QUANTISED_BEGINNING, 1024);
 }
 
 #[test]
 #[ignore = "minutes: the whole passage in three modes; part of .ci/full"]
 fn perplexity_of_the_whole_passage_is_that_of_the_evaluation() {
-    for (numerics, tolerance) in MODES {
-        check_loss(numerics, tolerance, 4000);
-    }
+    check_loss(Numerics::Exact, EXACT, 4000);
+    check_loss(Numerics::Kvquant, QUANTISED, 4000);
+    check_loss(Numerics::Reference, QUANTISED, 4000);
 }
 
 /// Errors of the logits of the passage's beginning, and their divergence, from the golden.
@@ -146,7 +147,7 @@ fn check_recall(numerics: Numerics, distances: &[u64]) {
 
 #[test]
 fn words_are_recalled_at_short_distances() {
-    check_recall(Numerics::Exact, &[64, 160, 256]);
+    check_recall(Numerics::Exact, &[64, 160, 256, 512]);
 }
 
 #[test]

@@ -78,6 +78,7 @@
 
 mod args;
 pub mod cache;
+pub mod chat;
 pub mod device;
 pub mod engine;
 pub mod generate;
@@ -113,6 +114,7 @@ pub mod testing {
         "session",
         "sampler",
         "generate",
+        "chat",
         "cache",
         "plan",
     ];

@@ -4,6 +4,7 @@
 pub mod config;
 pub mod deepseek_v4;
 mod numerics;
+mod reads;
 pub mod weights;
 
 use std::path::{Path, PathBuf};
@@ -20,6 +21,7 @@ use config::Config;
 use weights::Weights;
 
 pub use numerics::{Numerics, Rounding};
+pub use reads::DecodeReads;
 
 /// An opened checkpoint folder: immutable, shared between engines and threads.
 ///

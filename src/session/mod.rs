@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod cancel;
+pub mod eval;
 mod generate;
 mod stop;
 

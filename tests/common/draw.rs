@@ -66,6 +66,7 @@ fn quantiles(bits: u32) -> Vec<f64> {
 }
 
 /// The normal quantile of `p` in (0.5, 1 - 1e-11), by Wichura's AS 241 (PPND16).
+#[expect(clippy::excessive_precision, reason = "the coefficients as published")]
 fn upper_quantile(p: f64) -> f64 {
     // coefficients from the highest power down
     const CENTRE: [[f64; 8]; 2] = [

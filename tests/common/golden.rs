@@ -145,7 +145,7 @@ impl Tensors {
         }
     }
 
-    /// Row numbers such as "rows" and "A.full_rows".
+    /// Row numbers such as `rows` and `A.full_rows`.
     pub fn rows(&self, name: &str) -> Vec<usize> {
         self.ints(name).into_iter().map(|row| usize::try_from(row).expect("a row number")).collect()
     }

@@ -1,7 +1,9 @@
 //! The inner products of attention: scores of queries against keys, weighted sums of values, and the exponential.
 
+use std::ops::Range;
+
 use super::gemm::{Tile, reduce};
-use super::vector::Vector;
+use super::vector::{MAX_LANES, Vector};
 use super::{Op, Simd};
 
 /// `out[h][t] = q[h] . k[t]` for `q` `[heads, dim]`, `k` `[keys, dim]`, `out` `[heads, keys]`; an element's bits depend on
@@ -112,96 +114,167 @@ struct Accumulate<'a> {
     acc: &'a mut [f32],
 }
 
+/// Keys taken together: their packed columns stay in the first-level cache while the heads pass.
+const NEAR_KEYS: usize = 64;
+/// Vectors of columns taken together.
+const WIDE: usize = 2;
+
 impl Op for Accumulate<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<V: Vector>(mut self) {
-        let heads = self.fade.len();
-        for h in (0..heads).step_by(4) {
-            // SAFETY: the processor has `V` by contract; these heads exist.
+        let keys = self.v.len() / self.dim;
+        let mut packed = [0.0; NEAR_KEYS * WIDE * MAX_LANES];
+        for first in (0..keys).step_by(NEAR_KEYS) {
+            let keys = first..keys.min(first + NEAR_KEYS);
+            let mut d = 0;
+            // SAFETY: the processor has `V` by contract; columns below `dim` only.
             unsafe {
-                match heads - h {
-                    1 => self.heads::<V, 1>(h),
-                    2 => self.heads::<V, 2>(h),
-                    3 => self.heads::<V, 3>(h),
-                    _ => self.heads::<V, 4>(h),
+                while d + WIDE * V::LANES <= self.dim {
+                    self.columns::<V, WIDE>(keys.clone(), d, &mut packed);
+                    d += WIDE * V::LANES;
                 }
+                while d + V::LANES <= self.dim {
+                    self.columns::<V, 1>(keys.clone(), d, &mut packed);
+                    d += V::LANES;
+                }
+                if d < self.dim {
+                    self.last_columns::<V>(keys, d);
+                }
+            }
+        }
+        if keys == 0 {
+            for (acc, fade) in self.acc.chunks_mut(self.dim).zip(self.fade) {
+                acc.iter_mut().for_each(|a| *a *= fade);
             }
         }
     }
 }
 
+/// Values of some keys in some columns: key `t`'s at `at + t * stride`.
+#[derive(Clone, Copy)]
+struct Values {
+    at: *const f32,
+    stride: usize,
+}
+
 impl Accumulate<'_> {
-    /// Heads `h..h + H`, all columns.
+    /// All heads, columns `d..` of `N` vectors.
     ///
     /// # Safety
-    /// The processor has `V`; the heads exist.
+    /// The processor has `V`; keys and columns exist.
     #[inline(always)]
-    unsafe fn heads<V: Vector, const H: usize>(&mut self, h: usize) {
-        let wide = 3 * V::LANES;
-        let mut d = 0;
-        // SAFETY: columns below `dim` only.
-        unsafe {
-            while d + wide <= self.dim {
-                self.columns::<V, H, 3>(h, d, V::LANES);
-                d += wide;
-            }
-            while d < self.dim {
-                self.columns::<V, H, 1>(h, d, V::LANES.min(self.dim - d));
-                d += V::LANES;
+    unsafe fn columns<V: Vector, const N: usize>(
+        &mut self,
+        keys: Range<usize>,
+        d: usize,
+        packed: &mut [f32; NEAR_KEYS * WIDE * MAX_LANES],
+    ) {
+        let heads = self.fade.len();
+        let stored = Values { at: self.v[keys.start * self.dim + d..].as_ptr(), stride: self.dim };
+        // rows of values lie so far apart that they evict each other: the first heads leave a dense copy for the others
+        let dense = Values { at: packed.as_ptr(), stride: N * V::LANES };
+        let packed = packed.as_mut_ptr();
+        for h in (0..heads).step_by(4) {
+            // SAFETY: these heads exist; `packed` has room for the keys' columns and holds them from the second time on.
+            unsafe {
+                match (heads - h, h) {
+                    (1, 0) => self.tile::<V, 1, N, false>(h, d, keys.clone(), stored, packed),
+                    (2, 0) => self.tile::<V, 2, N, false>(h, d, keys.clone(), stored, packed),
+                    (3, 0) => self.tile::<V, 3, N, false>(h, d, keys.clone(), stored, packed),
+                    (4, 0) => self.tile::<V, 4, N, false>(h, d, keys.clone(), stored, packed),
+                    (_, 0) => self.tile::<V, 4, N, true>(h, d, keys.clone(), stored, packed),
+                    (1, _) => self.tile::<V, 1, N, false>(h, d, keys.clone(), dense, packed),
+                    (2, _) => self.tile::<V, 2, N, false>(h, d, keys.clone(), dense, packed),
+                    (3, _) => self.tile::<V, 3, N, false>(h, d, keys.clone(), dense, packed),
+                    _ => self.tile::<V, 4, N, false>(h, d, keys.clone(), dense, packed),
+                }
             }
         }
     }
 
-    /// Heads `h..h + H`, columns `d..` of `N` vectors, the last (only) one `lanes` wide.
+    /// Heads `h..h + H`, columns `d..` of `N` vectors; with `PACK`, the values are copied to `packed`.
     ///
     /// # Safety
-    /// The processor has `V`; heads and columns exist; `lanes == V::LANES` unless `N == 1`.
+    /// The processor has `V`; heads, keys and columns exist; `values` are theirs.
     #[inline(always)]
-    unsafe fn columns<V: Vector, const H: usize, const N: usize>(&mut self, h: usize, d: usize, lanes: usize) {
-        let (dim, keys) = (self.dim, self.v.len() / self.dim);
+    unsafe fn tile<V: Vector, const H: usize, const N: usize, const PACK: bool>(
+        &mut self,
+        h: usize,
+        d: usize,
+        keys: Range<usize>,
+        values: Values,
+        packed: *mut f32,
+    ) {
+        let (dim, all_keys) = (self.dim, self.v.len() / self.dim);
         // SAFETY: indices stay below heads, keys and `dim` by contract.
         unsafe {
             let acc = self.acc.as_mut_ptr().add(h * dim + d);
             let mut sums = [[V::zero(); N]; H];
             for i in 0..H {
-                let fade = V::splat(self.fade[h + i]);
                 for n in 0..N {
-                    sums[i][n] = load::<V>(acc.add(i * dim + n * V::LANES), lanes).mul(fade);
+                    sums[i][n] = V::load(acc.add(i * dim + n * V::LANES));
                 }
-            }
-            let p = self.p.as_ptr().add(h * keys);
-            let mut v = self.v.as_ptr().wrapping_add(d);
-            for t in 0..keys {
-                let mut values = [V::zero(); N];
-                for n in 0..N {
-                    values[n] = load::<V>(v.wrapping_add(n * V::LANES), lanes);
-                }
-                for i in 0..H {
-                    let weight = V::splat(*p.add(i * keys + t));
+                if keys.start == 0 {
+                    let fade = V::splat(self.fade[h + i]);
                     for n in 0..N {
-                        sums[i][n] = weight.mul_add(values[n], sums[i][n]);
+                        sums[i][n] = sums[i][n].mul(fade);
                     }
                 }
-                v = v.wrapping_add(dim);
+            }
+            let p = self.p.as_ptr().add(h * all_keys + keys.start);
+            let (mut at, mut to) = (values.at, packed);
+            for t in 0..keys.len() {
+                let mut column = [V::zero(); N];
+                for n in 0..N {
+                    column[n] = V::load(at.wrapping_add(n * V::LANES));
+                    if PACK {
+                        column[n].store(to.add(n * V::LANES));
+                    }
+                }
+                for i in 0..H {
+                    let weight = V::splat(*p.add(i * all_keys + t));
+                    for n in 0..N {
+                        sums[i][n] = weight.mul_add(column[n], sums[i][n]);
+                    }
+                }
+                at = at.wrapping_add(values.stride);
+                if PACK {
+                    to = to.wrapping_add(N * V::LANES);
+                }
             }
             for i in 0..H {
                 for n in 0..N {
-                    let to = acc.add(i * dim + n * V::LANES);
-                    if lanes == V::LANES { sums[i][n].store(to) } else { sums[i][n].store_first(to, lanes) }
+                    sums[i][n].store(acc.add(i * dim + n * V::LANES));
                 }
             }
         }
     }
-}
 
-/// # Safety
-/// The processor has `V`; `lanes` floats at `p`.
-#[inline(always)]
-unsafe fn load<V: Vector>(p: *const f32, lanes: usize) -> V {
-    // SAFETY: by contract.
-    unsafe { if lanes == V::LANES { V::load(p) } else { V::load_first(p, lanes) } }
+    /// All heads, the columns from `d`, fewer than a vector.
+    ///
+    /// # Safety
+    /// The processor has `V`; the keys exist.
+    #[inline(always)]
+    unsafe fn last_columns<V: Vector>(&mut self, keys: Range<usize>, d: usize) {
+        let (dim, all_keys, lanes) = (self.dim, self.v.len() / self.dim, self.dim - d);
+        for (h, &fade) in self.fade.iter().enumerate() {
+            let acc = &mut self.acc[h * dim + d..][..lanes];
+            // SAFETY: `lanes` floats are left in each row.
+            unsafe {
+                let mut sum = V::load_first(acc.as_ptr(), lanes);
+                if keys.start == 0 {
+                    sum = sum.mul(V::splat(fade));
+                }
+                for t in keys.clone() {
+                    let values = V::load_first(self.v[t * dim + d..].as_ptr(), lanes);
+                    sum = V::splat(self.p[h * all_keys + t]).mul_add(values, sum);
+                }
+                sum.store_first(acc.as_mut_ptr(), lanes);
+            }
+        }
+    }
 }
 
 /// `x = exp(x)` for each element, within 2 ulp; 0 below -104, 1 for 0, infinite above 88.73, NaN for NaN.

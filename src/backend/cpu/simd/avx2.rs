@@ -19,18 +19,6 @@ impl Avx2 {
         }
     }
 
-    /// The bfloat16 values whose low and high bytes the tables have for each byte's code.
-    #[inline(always)]
-    unsafe fn looked_up(low_bytes: __m256i, high_bytes: __m256i, codes: __m256i) -> [Self; 4] {
-        // SAFETY: AVX2, by contract of the callers.
-        unsafe {
-            let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
-            let [a, b] = Self::halves(_mm256_unpacklo_epi8(low, high));
-            let [c, d] = Self::halves(_mm256_unpackhi_epi8(low, high));
-            [a, b, c, d]
-        }
-    }
-
     /// The even and the odd bfloat16 of each dword.
     #[inline(always)]
     unsafe fn halves(pairs: __m256i) -> [Self; 2] {
@@ -40,6 +28,30 @@ impl Avx2 {
             let high = _mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF_0000_u32 as i32));
             [Self(_mm256_castsi256_ps(low)), Self(_mm256_castsi256_ps(high))]
         }
+    }
+}
+
+/// The lane sums of four registers: lanes `i + (i + 4)`, then neighbours, then the two that are left.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+pub(super) unsafe fn sum4_of_eight(a: __m256, b: __m256, c: __m256, d: __m256) -> [f32; 4] {
+    // SAFETY: by contract.
+    unsafe {
+        // halves added: a | b and c | d
+        let ab = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
+        let cd = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(c, d), _mm256_permute2f128_ps::<0x31>(c, d));
+        // neighbours added: a a c c | b b d d
+        let pairs = _mm256_add_ps(_mm256_shuffle_ps::<0x88>(ab, cd), _mm256_shuffle_ps::<0xDD>(ab, cd));
+        let sums = _mm256_add_ps(pairs, _mm256_permute_ps::<0xB1>(pairs));
+        let (ac, bd) = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+        let mut out = [0.0; 4];
+        _mm_storeu_ps(
+            out.as_mut_ptr(),
+            _mm_unpacklo_ps(_mm_shuffle_ps::<0x88>(ac, ac), _mm_shuffle_ps::<0x88>(bd, bd)),
+        );
+        out
     }
 }
 
@@ -109,23 +121,8 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn sum4(v: [Self; 4]) -> [f32; 4] {
-        unsafe {
-            let [Self(a), Self(b), Self(c), Self(d)] = v;
-            // lanes i + (i + 4) of a | b and of c | d
-            let ab = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
-            let cd = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(c, d), _mm256_permute2f128_ps::<0x31>(c, d));
-            // neighbours, then neighbours of neighbours: a a c c | b b d d
-            let pairs = _mm256_add_ps(_mm256_shuffle_ps::<0x88>(ab, cd), _mm256_shuffle_ps::<0xDD>(ab, cd));
-            let sums = _mm256_add_ps(pairs, _mm256_permute_ps::<0xB1>(pairs));
-            let (ac, bd) = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
-            let mut out = [0.0; 4];
-            _mm_storeu_ps(
-                out.as_mut_ptr(),
-                _mm_unpacklo_ps(_mm_shuffle_ps::<0x88>(ac, ac), _mm_shuffle_ps::<0x88>(bd, bd)),
-            );
-            out
-        }
+    unsafe fn sum4([a, b, c, d]: [Self; 4]) -> [f32; 4] {
+        unsafe { sum4_of_eight(a.0, b.0, c.0, d.0) }
     }
 
     #[inline(always)]
@@ -153,19 +150,20 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4] {
         unsafe {
-            let first = E2M1_SCALED[usize::from(*scales)].as_ptr().cast::<__m128i>();
-            let second = E2M1_SCALED[usize::from(*scales.add(1))].as_ptr().cast::<__m128i>();
-            let low_bytes = _mm256_loadu2_m128i(second, first);
-            let high_bytes = _mm256_loadu2_m128i(second.add(1), first.add(1));
-            let codes = _mm256_loadu_si256(p.cast());
-            let nibble = _mm256_set1_epi8(15);
-            let even = _mm256_and_si256(codes, nibble);
-            let odd = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble);
-            let [a, b, c, d] = Self::looked_up(low_bytes, high_bytes, even);
-            let [e, f, g, h] = Self::looked_up(low_bytes, high_bytes, odd);
-            [a, b, c, d, e, f, g, h]
+            // both halves of a register take the same block, one its low nibbles and one its high ones: table and codes
+            // are then broadcast loads, which cost no arithmetic
+            let table = E2M1_SCALED[usize::from(*scales)].as_ptr().cast::<__m128i>();
+            let low_bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table));
+            let high_bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.add(1)));
+            let pairs = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+            let codes = _mm256_srlv_epi32(pairs, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+            let codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+            let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
+            let [a, b] = Self::halves(_mm256_unpacklo_epi8(low, high));
+            let [c, d] = Self::halves(_mm256_unpackhi_epi8(low, high));
+            [a, b, c, d]
         }
     }
 

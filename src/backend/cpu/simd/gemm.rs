@@ -121,7 +121,7 @@ unsafe fn decode<V: Vector>(w: &Rows<'_>, row: usize, cols: std::ops::Range<usiz
 /// The processor has `V`; `data` and `scales` are one row.
 #[inline(always)]
 unsafe fn expand<V: Vector, D: Decode<V>>(data: &[u8], scales: &[u8], cols: std::ops::Range<usize>, out: &mut [f32]) {
-    let (group, values) = (4 * V::LANES, group_values::<V, D>());
+    let (group, values) = (D::BYTES, group_values::<V, D>());
     let mut seen = unsafe { V::nothing_seen() };
     let mut at = out.as_mut_ptr();
     for g in cols.start / values..cols.end / values {

@@ -16,7 +16,7 @@ pub(in crate::backend::cpu) enum Form {
     Bytes,
     /// Two to a dword: low halves, then high halves.
     Halves,
-    /// Packed nibbles, low ones first; within them as two-register byte interleaving leaves them.
+    /// Packed nibbles: blocks of 32, low nibbles beside high ones; within them as byte interleaving leaves them.
     Nibbles,
 }
 
@@ -27,8 +27,7 @@ impl Form {
             * match self {
                 Self::Plain => 1,
                 Self::Halves => 2,
-                Self::Bytes => 4,
-                Self::Nibbles => 8,
+                Self::Bytes | Self::Nibbles => 4,
             }
     }
 
@@ -40,17 +39,17 @@ impl Form {
             Self::Bytes => c % 4 * lanes + c / 4,
             Self::Nibbles => {
                 let (byte, nibble) = (c / 2, c % 2);
-                let (segment, byte) = (byte / 16, byte % 16);
-                let vector = nibble * 4 + byte / 8 * 2 + byte % 2;
-                vector * lanes + segment * 4 + byte % 8 / 2
+                let (block, byte) = (byte / 16, byte % 16);
+                let vector = byte / 8 * 2 + byte % 2;
+                vector * lanes + (block * 2 + nibble) * 4 + byte % 8 / 2
             }
         }
     }
 }
 
 /// `order[slot]` = column of a group that belongs in `slot`; the first [`Form::group`] entries count.
-pub(in crate::backend::cpu) fn permutation(form: Form, lanes: usize) -> [u8; 128] {
-    let mut order = [0; 128];
+pub(in crate::backend::cpu) fn permutation(form: Form, lanes: usize) -> [u8; 64] {
+    let mut order = [0; 64];
     for c in 0..form.group(lanes) {
         order[form.slot(lanes, c)] = c as u8;
     }

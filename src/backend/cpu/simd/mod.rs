@@ -10,9 +10,13 @@
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod convert;
 mod gemm;
 mod layout;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
 mod rows;
 mod vector;
@@ -35,29 +39,40 @@ use vector::Vector;
 pub enum Level {
     /// Plain Rust, eight lanes, no fused multiply-add; every machine has it.
     Portable,
+    /// aarch64 with NEON, eight lanes in two registers; same bits as `Avx2`.
+    Neon,
     /// x86-64 with AVX2 and FMA, eight lanes.
     Avx2,
+    /// x86-64 with AVX-512 F and BW, sixteen lanes.
+    Avx512,
 }
 
 impl Level {
     /// All levels, those of other architectures included.
-    pub const ALL: [Self; 2] = [Self::Portable, Self::Avx2];
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512];
 
     /// Name as users write it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
+            Self::Neon => "neon",
             Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
         }
     }
 
     fn is_available(self) -> bool {
         match self {
             Self::Portable => true,
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
-            #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 => false,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_available() && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw")
+            }
+            _ => false,
         }
     }
 }
@@ -101,7 +116,8 @@ impl Simd {
     /// float32 lanes of a vector of this level.
     pub(in crate::backend::cpu) fn lanes(self) -> usize {
         match self.0 {
-            Level::Portable | Level::Avx2 => 8,
+            Level::Avx512 => 16,
+            Level::Portable | Level::Neon | Level::Avx2 => 8,
         }
     }
 
@@ -110,11 +126,16 @@ impl Simd {
         match self.0 {
             // SAFETY: `Portable` needs no instructions beyond the target's own.
             Level::Portable => unsafe { op.run::<Portable>() },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: a `Simd` of this level exists only where the processor has its features.
+            Level::Neon => unsafe { run_neon(op) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: a `Simd` of this level exists only where the processor has these features.
+            // SAFETY: a `Simd` of this level exists only where the processor has its features.
             Level::Avx2 => unsafe { run_avx2(op) },
-            #[cfg(not(target_arch = "x86_64"))]
-            Level::Avx2 => unreachable!("no Simd of another architecture can be made"),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a `Simd` of this level exists only where the processor has its features.
+            Level::Avx512 => unsafe { run_avx512(op) },
+            _ => unreachable!("no Simd of another architecture can be made"),
         }
     }
 }
@@ -137,6 +158,24 @@ trait Op {
 unsafe fn run_avx2<O: Op>(op: O) -> O::Output {
     // SAFETY: by contract.
     unsafe { op.run::<avx2::Avx2>() }
+}
+
+/// # Safety
+/// The processor has AVX-512 F and BW.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx2,fma")]
+unsafe fn run_avx512<O: Op>(op: O) -> O::Output {
+    // SAFETY: by contract.
+    unsafe { op.run::<avx512::Avx512>() }
+}
+
+/// # Safety
+/// The processor has NEON.
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+unsafe fn run_neon<O: Op>(op: O) -> O::Output {
+    // SAFETY: by contract.
+    unsafe { op.run::<neon::Neon>() }
 }
 
 #[cfg(test)]

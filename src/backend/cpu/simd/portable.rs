@@ -105,16 +105,14 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
-        // SAFETY: 32 bytes at `p` and two scales, by contract.
-        let (codes, scales) =
-            unsafe { (p.cast::<[u8; 32]>().read_unaligned(), scales.cast::<[u8; 2]>().read_unaligned()) };
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4] {
+        // SAFETY: 16 bytes at `p` and one scale, by contract.
+        let (codes, scale) = unsafe { (p.cast::<[u8; 16]>().read_unaligned(), *scales) };
+        let table = &E2M1_SCALED[usize::from(scale)];
         std::array::from_fn(|vector| {
-            let (shift, half, parity) = (vector / 4 * 4, vector / 2 % 2, vector % 2);
             Self(std::array::from_fn(|lane| {
-                let byte = lane / 4 * 16 + half * 8 + lane % 4 * 2 + parity;
-                let code = usize::from(codes[byte] >> shift & 15);
-                let table = &E2M1_SCALED[usize::from(scales[lane / 4])];
+                let code = codes[vector / 2 * 8 + lane % 4 * 2 + vector % 2];
+                let code = usize::from(if lane < 4 { code & 15 } else { code >> 4 });
                 bf16_value(u16::from_le_bytes([table[code], table[code + 16]]))
             }))
         })

@@ -2,6 +2,8 @@
 //!
 //! Several rows run side by side so that their chains hide each other's latency; each row's chain is the same alone.
 
+use std::sync::atomic::{Ordering, compiler_fence};
+
 use super::layout::Form;
 use super::vector::{MAX_LANES, Vector};
 use super::{Op, Simd};
@@ -100,6 +102,8 @@ pub(super) fn finish(sum: f32, factors: [f32; 2]) -> f32 {
 /// How the groups of one storage decode.
 pub(super) trait Decode<V: Vector> {
     type Values: AsRef<[V]>;
+    /// Bytes of a group.
+    const BYTES: usize;
     /// Scale bytes of a group.
     const SCALES: usize;
 
@@ -115,6 +119,7 @@ pub(super) struct F32;
 
 impl<V: Vector> Decode<V> for E4m3 {
     type Values = [V; 4];
+    const BYTES: usize = 4 * V::LANES;
     const SCALES: usize = 0;
 
     #[inline(always)]
@@ -125,11 +130,12 @@ impl<V: Vector> Decode<V> for E4m3 {
 }
 
 impl<V: Vector> Decode<V> for E2m1 {
-    type Values = [V; 8];
-    const SCALES: usize = V::LANES / 4;
+    type Values = [V; 4];
+    const BYTES: usize = 2 * V::LANES;
+    const SCALES: usize = V::LANES / 8;
 
     #[inline(always)]
-    unsafe fn decode(p: *const u8, scales: *const u8, _: &mut V::Seen) -> [V; 8] {
+    unsafe fn decode(p: *const u8, scales: *const u8, _: &mut V::Seen) -> [V; 4] {
         // SAFETY: the caller's contract is that of the method.
         unsafe { V::e2m1(p, scales) }
     }
@@ -137,6 +143,7 @@ impl<V: Vector> Decode<V> for E2m1 {
 
 impl<V: Vector> Decode<V> for Bf16 {
     type Values = [V; 2];
+    const BYTES: usize = 4 * V::LANES;
     const SCALES: usize = 0;
 
     #[inline(always)]
@@ -148,6 +155,7 @@ impl<V: Vector> Decode<V> for Bf16 {
 
 impl<V: Vector> Decode<V> for F32 {
     type Values = [V; 1];
+    const BYTES: usize = 4 * V::LANES;
     const SCALES: usize = 0;
 
     #[inline(always)]
@@ -160,13 +168,13 @@ impl<V: Vector> Decode<V> for F32 {
 /// A last, incomplete group filled up with zeros (E2M1: with scale 1).
 pub(super) struct Tail {
     pub bytes: [u8; 4 * MAX_LANES],
-    pub scales: [u8; MAX_LANES / 4],
+    pub scales: [u8; MAX_LANES / 8],
 }
 
 impl Tail {
     #[inline(always)]
     pub(super) fn new(bytes: &[u8], scales: &[u8]) -> Self {
-        let mut tail = Self { bytes: [0; 4 * MAX_LANES], scales: [127; MAX_LANES / 4] };
+        let mut tail = Self { bytes: [0; 4 * MAX_LANES], scales: [127; MAX_LANES / 8] };
         tail.bytes[..bytes.len()].copy_from_slice(bytes);
         tail.scales[..scales.len()].copy_from_slice(scales);
         tail
@@ -200,100 +208,142 @@ impl Op for Dots<'_> {
         // SAFETY: the processor has `V` by contract; `Dots::run` has checked the sizes.
         unsafe {
             match self.weights.storage {
-                Storage::E4m3 => dots::<V, E4m3, 4>(self),
-                Storage::E2m1 => dots::<V, E2m1, 4>(self),
-                Storage::Bf16 => dots::<V, Bf16, 4>(self),
-                Storage::F32 => dots::<V, F32, 8>(self),
+                Storage::E4m3 => dots::<V, E4m3>(self),
+                Storage::E2m1 => dots::<V, E2m1>(self),
+                Storage::Bf16 => dots::<V, Bf16>(self),
+                Storage::F32 => dots::<V, F32>(self),
                 Storage::E4m3Rounded => unreachable!("rounded weights are decoded ahead"),
             }
         }
     }
 }
 
+/// Rows taken side by side.
+const ROWS: usize = 4;
+/// How far ahead, at least, bytes are asked for: a memory latency's worth.
+const AHEAD: usize = 8 << 10;
+
 /// # Safety
-/// The sizes of [`Rows::check`] and [`Dots::run`] hold.
+/// The processor has `V`; the sizes of [`Rows::check`] and [`Dots::run`] hold.
 #[inline(always)]
-unsafe fn dots<V: Vector, D: Decode<V>, const R: usize>(op: Dots<'_>) {
+unsafe fn dots<V: Vector, D: Decode<V>>(op: Dots<'_>) {
     let Dots { weights: w, x, out } = op;
     let (row_bytes, row_scales) = (w.row_bytes(), w.row_scales());
-    let mut row = 0;
-    while row < w.rows {
-        let count = if row + R <= w.rows { R } else { 1 };
-        let data = &w.data[row * row_bytes..(row + count) * row_bytes];
-        let scales = &w.scales[row * row_scales..(row + count) * row_scales];
-        // SAFETY: `data` and `scales` are those of `count` rows.
+    for (i, out) in out.chunks_mut(ROWS).enumerate() {
+        let first = i * ROWS;
+        // a row that is not there is another one's twin, whose result is dropped
+        let row = |r: usize| {
+            let row = first + r.min(out.len() - 1);
+            (&w.data[row * row_bytes..][..row_bytes], &w.scales[row * row_scales..][..row_scales])
+        };
+        let rows = [row(0), row(1), row(2), row(3)];
+        // SAFETY: each of the four is a whole row, and `x` its padded columns.
+        let results = unsafe { four_rows::<V, D>(rows, x, w.factors) };
+        out.copy_from_slice(&results[..out.len()]);
+    }
+}
+
+/// One row on its way: where its next group is, its chain so far.
+struct Row<V: Vector> {
+    data: *const u8,
+    scales: *const u8,
+    sum: V,
+    seen: V::Seen,
+}
+
+impl<V: Vector> Row<V> {
+    #[inline(always)]
+    unsafe fn new((data, scales): (&[u8], &[u8])) -> Self {
+        // SAFETY: the processor has `V`, by contract of the caller.
+        unsafe { Self { data: data.as_ptr(), scales: scales.as_ptr(), sum: V::zero(), seen: V::nothing_seen() } }
+    }
+
+    /// Adds one group's products to the chain, and asks for the bytes `ahead` of it unless that is 0.
+    ///
+    /// # Safety
+    /// A group is left, and its inputs are at `x`.
+    #[inline(always)]
+    unsafe fn group<D: Decode<V>>(&mut self, x: *const f32, ahead: usize) {
+        // SAFETY: by contract.
         unsafe {
-            if count == R {
-                band::<V, D, R>(data, scales, x, w.factors, &mut out[row..row + R]);
-            } else {
-                band::<V, D, 1>(data, scales, x, w.factors, &mut out[row..row + 1]);
+            if ahead > 0 {
+                V::prefetch(self.data.wrapping_add(ahead));
             }
+            let weights = D::decode(self.data, self.scales, &mut self.seen);
+            for (i, w) in weights.as_ref().iter().enumerate() {
+                self.sum = w.mul_add(V::load(x.add(i * V::LANES)), self.sum);
+            }
+            self.data = self.data.add(D::BYTES);
+            self.scales = self.scales.add(D::SCALES);
+            // keeps the compiler from interleaving the rows and spilling what it then holds of all four
+            compiler_fence(Ordering::SeqCst);
         }
-        row += count;
+    }
+
+    /// Adds the products of a last, incomplete group.
+    ///
+    /// # Safety
+    /// `bytes` and `scales` are what is left, its inputs with zeros behind are at `x`.
+    #[inline(always)]
+    unsafe fn tail<D: Decode<V>>(&mut self, bytes: &[u8], scales: &[u8], x: *const f32) {
+        let tail = Tail::new(bytes, scales);
+        (self.data, self.scales) = (tail.bytes.as_ptr(), tail.scales.as_ptr());
+        // SAFETY: the tail is a whole group.
+        unsafe { self.group::<D>(x, 0) }
     }
 }
 
 /// # Safety
-/// `data` and `scales` hold `R` rows, `x` their padded columns.
+/// The processor has `V`; `rows` are bytes and scales of four whole rows, `x` has their padded columns.
 #[inline(always)]
-unsafe fn band<V: Vector, D: Decode<V>, const R: usize>(
-    data: &[u8],
-    scales: &[u8],
+unsafe fn four_rows<V: Vector, D: Decode<V>>(
+    rows: [(&[u8], &[u8]); ROWS],
     x: &[f32],
     factors: [f32; 2],
-    out: &mut [f32],
-) {
-    let (bytes, row_scales) = (data.len() / R, scales.len() / R);
-    let group = 4 * V::LANES;
-    let groups = bytes / group;
-    // groups taken together: a cache line of each row
-    let step = (64 / group).max(1);
+) -> [f32; ROWS] {
+    let (bytes, group) = (rows[0].0.len(), D::BYTES);
+    // the same column some rows on, at least `AHEAD` bytes away
+    let ahead = AHEAD.next_multiple_of(ROWS * bytes);
+    let (groups, values) = (bytes / group, group_values::<V, D>());
     // SAFETY: groups below `groups` lie inside each row and `x`, the tail group in its buffer.
     unsafe {
-        let mut sums = [V::zero(); R];
-        let mut seen = [V::nothing_seen(); R];
-        let mut x_at = x.as_ptr();
-        let mut g = 0;
-        while g + step <= groups {
-            for r in 0..R {
-                let p = data.as_ptr().add(r * bytes + g * group);
-                V::prefetch(p.wrapping_add(R * bytes));
-                let mut x_at = x_at;
-                for i in 0..step {
-                    let s = scales.as_ptr().add(r * row_scales + (g + i) * D::SCALES);
-                    x_at = fold::<V, D>(p.add(i * group), s, x_at, &mut sums[r], &mut seen[r]);
-                }
+        // four variables and no loop over them, so that they live in registers
+        let (mut a, mut b, mut c, mut d) =
+            (Row::<V>::new(rows[0]), Row::<V>::new(rows[1]), Row::<V>::new(rows[2]), Row::<V>::new(rows[3]));
+        let mut at = x.as_ptr();
+        let mut left = groups;
+        let line = 64 / group;
+        while left >= line {
+            for i in 0..line {
+                // a group of each row in turn: chains must alternate closely for the processor to overlap them
+                let ahead = if i == 0 { ahead } else { 0 };
+                a.group::<D>(at, ahead);
+                b.group::<D>(at, ahead);
+                c.group::<D>(at, ahead);
+                d.group::<D>(at, ahead);
+                at = at.add(values);
             }
-            x_at = x_at.add(step * group_values::<V, D>());
-            g += step;
+            left -= line;
         }
-        while g < groups {
-            for r in 0..R {
-                let p = data.as_ptr().add(r * bytes + g * group);
-                let s = scales.as_ptr().add(r * row_scales + g * D::SCALES);
-                fold::<V, D>(p, s, x_at, &mut sums[r], &mut seen[r]);
-            }
-            x_at = x_at.add(group_values::<V, D>());
-            g += 1;
+        while left > 0 {
+            a.group::<D>(at, 0);
+            b.group::<D>(at, 0);
+            c.group::<D>(at, 0);
+            d.group::<D>(at, 0);
+            at = at.add(values);
+            left -= 1;
         }
         if groups * group < bytes {
-            for r in 0..R {
-                let first_scale = r * row_scales + groups * D::SCALES;
-                let tail = Tail::new(
-                    &data[r * bytes + groups * group..(r + 1) * bytes],
-                    &scales[first_scale.min(scales.len())..(r + 1) * row_scales],
-                );
-                fold::<V, D>(tail.bytes.as_ptr(), tail.scales.as_ptr(), x_at, &mut sums[r], &mut seen[r]);
-            }
+            let rest =
+                rows.map(|(data, scales)| (&data[groups * group..], &scales[scales.len().min(groups * D::SCALES)..]));
+            a.tail::<D>(rest[0].0, rest[0].1, at);
+            b.tail::<D>(rest[1].0, rest[1].1, at);
+            c.tail::<D>(rest[2].0, rest[2].1, at);
+            d.tail::<D>(rest[3].0, rest[3].1, at);
         }
-        for first in (0..R).step_by(4) {
-            let last = R - 1;
-            let four = [sums[first], sums[last.min(first + 1)], sums[last.min(first + 2)], sums[last.min(first + 3)]];
-            let totals = V::sum4(four);
-            for r in first..R.min(first + 4) {
-                out[r] = if V::saw_nan(seen[r]) { f32::NAN } else { finish(totals[r - first], factors) };
-            }
-        }
+        let sums = V::sum4([a.sum, b.sum, c.sum, d.sum]);
+        let nan = [V::saw_nan(a.seen), V::saw_nan(b.seen), V::saw_nan(c.seen), V::saw_nan(d.seen)];
+        std::array::from_fn(|r| if nan[r] { f32::NAN } else { finish(sums[r], factors) })
     }
 }
 
@@ -301,26 +351,4 @@ unsafe fn band<V: Vector, D: Decode<V>, const R: usize>(
 #[inline(always)]
 pub(super) const fn group_values<V: Vector, D: Decode<V>>() -> usize {
     size_of::<D::Values>() / size_of::<V>() * V::LANES
-}
-
-/// Adds one group's products to a row's chain; returns where the next group's inputs are.
-///
-/// # Safety
-/// A group at `p`, its scales at `scales`, its inputs at `x`.
-#[inline(always)]
-unsafe fn fold<V: Vector, D: Decode<V>>(
-    p: *const u8,
-    scales: *const u8,
-    mut x: *const f32,
-    sum: &mut V,
-    seen: &mut V::Seen,
-) -> *const f32 {
-    // SAFETY: by contract.
-    unsafe {
-        for w in D::decode(p, scales, seen).as_ref() {
-            *sum = w.mul_add(V::load(x), *sum);
-            x = x.add(V::LANES);
-        }
-    }
-    x
 }

@@ -50,7 +50,9 @@ fn scores_match_float64_and_do_not_depend_on_their_neighbours() {
 #[test]
 fn accumulation_matches_float64_and_does_not_depend_on_heads_or_tiles() {
     for simd in Simd::available() {
-        for (heads, keys, dim) in [(1, 1, 512), (8, 64, 512), (7, 5, 128), (5, 9, 20), (2, 3, 5)] {
+        for (heads, keys, dim) in
+            [(1, 1, 512), (8, 64, 512), (7, 5, 128), (5, 9, 20), (2, 3, 5), (6, 150, 72), (3, 0, 16)]
+        {
             let (p, v) = (floats(heads * keys, 3), floats(keys * dim, 4));
             let (fade, start) = (floats(heads, 5), floats(heads * dim, 6));
             let mut acc = start.clone();
@@ -120,7 +122,8 @@ fn stored_rows_expand_exactly() {
         let mut out = vec![0.0; halves.len() / 2];
         bf16_to_f32(simd, &halves, &mut out);
         for (pair, &y) in halves.chunks(2).zip(&out) {
-            assert_eq!(y.to_bits(), bf16_value(u16::from_le_bytes([pair[0], pair[1]])).to_bits(), "{}", simd.level());
+            let expected = bf16_value(u16::from_le_bytes([pair[0], pair[1]]));
+            assert!(y.to_bits() == expected.to_bits() || y.is_nan() && expected.is_nan(), "{}", simd.level());
         }
     }
 }

@@ -1,14 +1,15 @@
 //! What a kernel may ask of an instruction set: a few float32 lanes, and the decoding of one group of stored weights.
 //!
-//! A *group* is `4 * LANES` stored bytes, one integer register. It decodes to `LANES` to `8 * LANES` values in the order
-//! that is cheapest to make, the same on every level up to the number of lanes (see [`super::layout`]).
+//! A *group* is `4 * LANES` stored bytes, one integer register (half of one for E2M1). It decodes to `LANES` to
+//! `4 * LANES` values in the order that is cheapest to make, which depends on the number of lanes alone (see
+//! [`super::layout`]).
 
 /// One vector of float32 lanes.
 ///
 /// # Safety (of every method)
 /// The processor has the instructions of the implementor; pointers are valid for the bytes named (no alignment needed).
 pub(super) trait Vector: Copy {
-    /// float32 lanes: a multiple of 4, at most [`MAX_LANES`].
+    /// float32 lanes: a multiple of 8, at most [`MAX_LANES`].
     const LANES: usize;
     /// Collects whether a NaN code was among the E4M3 groups decoded.
     type Seen: Copy;
@@ -37,8 +38,8 @@ pub(super) trait Vector: Copy {
     unsafe fn saw_nan(seen: Self::Seen) -> bool;
     /// A group of E4M3 codes, each value times `2^-120`; NaN codes decode to a finite value and are reported by `seen`.
     unsafe fn e4m3(p: *const u8, seen: &mut Self::Seen) -> [Self; 4];
-    /// A group of packed E2M1 codes times their E8M0 scales, `LANES / 4` bytes at `scales`.
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8];
+    /// A group of packed E2M1 codes times their E8M0 scales: `2 * LANES` bytes at `p`, `LANES / 8` at `scales`.
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4];
     /// A group of bfloat16 values.
     unsafe fn bf16(p: *const u8) -> [Self; 2];
 

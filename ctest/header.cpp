@@ -1,0 +1,3 @@
+// The same in C++.
+
+#include "header.c"

@@ -1,0 +1,195 @@
+//! AVX-512 (F and BW): sixteen lanes, otherwise as [`super::avx2`].
+
+use std::arch::x86_64::*;
+
+use super::avx2::sum4_of_eight;
+use super::vector::{E2M1_SCALED, E4M3_BITS, Vector};
+
+/// Sixteen lanes of a 512-bit register.
+#[derive(Clone, Copy)]
+pub(super) struct Avx512(__m512);
+
+impl Avx512 {
+    /// The E4M3 code in the top byte of each dword, times `2^-120`.
+    #[inline(always)]
+    unsafe fn top_byte(codes: __m512i) -> Self {
+        // SAFETY: AVX-512, by contract of the callers.
+        unsafe {
+            let bits = _mm512_and_si512(_mm512_srai_epi32::<4>(codes), _mm512_set1_epi32(E4M3_BITS));
+            Self(_mm512_castsi512_ps(bits))
+        }
+    }
+
+    /// The even and the odd bfloat16 of each dword.
+    #[inline(always)]
+    unsafe fn halves(pairs: __m512i) -> [Self; 2] {
+        // SAFETY: AVX-512, by contract of the callers.
+        unsafe {
+            let low = _mm512_slli_epi32::<16>(pairs);
+            let high = _mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF_0000_u32 as i32));
+            [Self(_mm512_castsi512_ps(low)), Self(_mm512_castsi512_ps(high))]
+        }
+    }
+
+    /// 16 bytes at `a` in the two lower quarters, 16 bytes at `b` in the two upper ones.
+    #[inline(always)]
+    unsafe fn two_and_two(a: *const u8, b: *const u8) -> __m512i {
+        // SAFETY: AVX-512 and 16 bytes at both, by contract of the callers.
+        unsafe {
+            let a = _mm256_broadcastsi128_si256(_mm_loadu_si128(a.cast()));
+            let b = _mm256_broadcastsi128_si256(_mm_loadu_si128(b.cast()));
+            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
+        }
+    }
+
+    /// Lanes `i + (i + 8)`.
+    #[inline(always)]
+    unsafe fn folded(self) -> __m256 {
+        // SAFETY: AVX-512, by contract of the callers.
+        unsafe {
+            let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(self.0)));
+            _mm256_add_ps(_mm512_castps512_ps256(self.0), high)
+        }
+    }
+}
+
+// SAFETY of every method: the processor has AVX-512 F and BW, and pointers are valid as said, by the trait's contract.
+impl Vector for Avx512 {
+    const LANES: usize = 16;
+    /// The largest doubled code of each byte: `0xFE` for NaN alone.
+    type Seen = __m512i;
+
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        Self(unsafe { _mm512_setzero_ps() })
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        Self(unsafe { _mm512_set1_ps(x) })
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        Self(unsafe { _mm512_loadu_ps(p) })
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        unsafe { _mm512_storeu_ps(p, self.0) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, by: Self) -> Self {
+        Self(unsafe { _mm512_mul_ps(self.0, by.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(self, by: Self, plus: Self) -> Self {
+        Self(unsafe { _mm512_fmadd_ps(self.0, by.0, plus.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn min(self, bound: Self) -> Self {
+        // the instruction returns its second operand where either is NaN
+        Self(unsafe { _mm512_min_ps(bound.0, self.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn max(self, bound: Self) -> Self {
+        Self(unsafe { _mm512_max_ps(bound.0, self.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn sub(self, by: Self) -> Self {
+        Self(unsafe { _mm512_sub_ps(self.0, by.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, by: Self) -> Self {
+        Self(unsafe { _mm512_add_ps(self.0, by.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn pow2(self) -> Self {
+        unsafe {
+            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(self.0), _mm512_set1_epi32(127));
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sum4([a, b, c, d]: [Self; 4]) -> [f32; 4] {
+        unsafe { sum4_of_eight(a.folded(), b.folded(), c.folded(), d.folded()) }
+    }
+
+    #[inline(always)]
+    unsafe fn nothing_seen() -> __m512i {
+        unsafe { _mm512_setzero_si512() }
+    }
+
+    #[inline(always)]
+    unsafe fn saw_nan(seen: __m512i) -> bool {
+        unsafe { _mm512_cmpeq_epi8_mask(seen, _mm512_set1_epi8(-2)) != 0 }
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3(p: *const u8, seen: &mut __m512i) -> [Self; 4] {
+        unsafe {
+            let codes = _mm512_loadu_si512(p.cast());
+            *seen = _mm512_max_epu8(*seen, _mm512_add_epi8(codes, codes));
+            [
+                Self::top_byte(_mm512_slli_epi32::<24>(codes)),
+                Self::top_byte(_mm512_slli_epi32::<16>(codes)),
+                Self::top_byte(_mm512_slli_epi32::<8>(codes)),
+                Self::top_byte(codes),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4] {
+        unsafe {
+            let first = E2M1_SCALED[usize::from(*scales)].as_ptr();
+            let second = E2M1_SCALED[usize::from(*scales.add(1))].as_ptr();
+            let low_bytes = Self::two_and_two(first, second);
+            let high_bytes = Self::two_and_two(first.add(16), second.add(16));
+            let pairs = Self::two_and_two(p, p.add(16));
+            let shifts = _mm512_broadcast_i64x4(_mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+            let codes = _mm512_and_si512(_mm512_srlv_epi32(pairs, shifts), _mm512_set1_epi8(15));
+            let (low, high) = (_mm512_shuffle_epi8(low_bytes, codes), _mm512_shuffle_epi8(high_bytes, codes));
+            let [a, b] = Self::halves(_mm512_unpacklo_epi8(low, high));
+            let [c, d] = Self::halves(_mm512_unpackhi_epi8(low, high));
+            [a, b, c, d]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn bf16(p: *const u8) -> [Self; 2] {
+        unsafe { Self::halves(_mm512_loadu_si512(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3_values(p: *const u8) -> Self {
+        unsafe {
+            let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+            let values = Self::top_byte(_mm512_slli_epi32::<24>(codes)).mul(Self::splat((1_u128 << 120) as f32));
+            let nan = _mm512_set1_epi32(0x7F);
+            let is_nan = _mm512_cmpeq_epi32_mask(_mm512_and_si512(codes, nan), nan);
+            Self(_mm512_mask_blend_ps(is_nan, values.0, _mm512_set1_ps(f32::NAN)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn bf16_values(p: *const u8) -> Self {
+        unsafe {
+            let values = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(values)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}

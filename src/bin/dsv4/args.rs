@@ -1,0 +1,182 @@
+//! Options that several subcommands share.
+
+#![forbid(unsafe_code)]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use clap::Args;
+use dsv4::{
+    DeviceChoice, Engine, EngineOptions, Error, ErrorKind, KvFormat, Model, Numerics, SamplerOptions, Session,
+    SessionOptions,
+};
+use serde_json::Value;
+
+use crate::failure::{Failure, Result};
+
+/// Bounds of `--chunk`, the engine's own.
+const CHUNKS: std::ops::RangeInclusive<u64> = 1..=EngineOptions::MAX_PREFILL_CHUNK as u64;
+const THREADS: std::ops::RangeInclusive<u64> = 0..=EngineOptions::MAX_THREADS as u64;
+
+/// How the model runs.
+#[derive(Args)]
+#[command(next_help_heading = "Engine")]
+pub(crate) struct EngineArgs {
+    /// Roundings: reference (as the official code), served (as production servers), kvquant (quantised caches only), exact
+    /// (float32)
+    #[arg(long, value_name = "MODE", default_value_t = Numerics::Reference)]
+    pub(crate) numerics: Numerics,
+
+    /// Cache storage: fp8, bf16 or f32 [default: fp8; f32 for exact]
+    #[arg(long, value_name = "FORMAT")]
+    kv: Option<KvFormat>,
+
+    /// Where to run: cpu, or cuda:N
+    #[arg(long, default_value_t = DeviceChoice::Cpu)]
+    device: DeviceChoice,
+
+    /// Worker threads; 0 is one per core
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(THREADS))]
+    threads: u64,
+
+    /// Most prompt tokens taken through the model at once; more is faster and takes more memory
+    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().prefill_chunk as u64,
+          value_parser = clap::value_parser!(u64).range(CHUNKS))]
+    pub(crate) chunk: u64,
+}
+
+impl EngineArgs {
+    pub(crate) fn options(&self) -> EngineOptions {
+        EngineOptions {
+            numerics: self.numerics,
+            kv_format: self.kv,
+            device: self.device,
+            threads: self.threads as usize,
+            prefill_chunk: self.chunk as usize,
+        }
+    }
+
+    /// Opens the model and makes an engine on it.
+    pub(crate) fn open(&self, model: &Path) -> Result<Arc<Engine>> {
+        Ok(Engine::new(&Model::open(model)?, self.options())?)
+    }
+}
+
+/// How many tokens a session holds.
+#[derive(Args)]
+pub(crate) struct ContextArgs {
+    /// Most tokens of prompt and output together; 0 is the model's longest. Memory is taken as it fills
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
+    context: usize,
+}
+
+impl ContextArgs {
+    pub(crate) fn session(&self, engine: &Arc<Engine>) -> Result<Session> {
+        Ok(Session::new(engine, SessionOptions { context: self.context })?)
+    }
+}
+
+/// How tokens are chosen.
+#[derive(Args)]
+#[command(next_help_heading = "Sampling")]
+pub(crate) struct SamplingArgs {
+    /// Take the likeliest token each time
+    #[arg(long, conflicts_with_all = ["temperature", "top_p", "top_k", "min_p", "seed"])]
+    greedy: bool,
+
+    /// Divides the logits: below 1 is more predictable [default: of generation_config.json, else 1]
+    #[arg(long, value_name = "T")]
+    temperature: Option<f32>,
+
+    /// Draw from the likeliest tokens that reach this probability [default: of generation_config.json, else 1]
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+
+    /// Draw from the K likeliest tokens; 0 is all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: u32,
+
+    /// Draw from tokens at least P times as likely as the likeliest
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    min_p: f32,
+
+    /// Divides the logits of tokens that occurred; 1 is none
+    #[arg(long, value_name = "R", default_value_t = 1.0)]
+    repetition_penalty: f32,
+
+    /// Subtracted from the logits of tokens that occurred
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f32,
+
+    /// Subtracted from a token's logit once per occurrence
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f32,
+
+    /// The penalties look at the last N tokens; 0 is all
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    penalty_window: usize,
+
+    /// Start of the random numbers: the same seed gives the same text
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+impl SamplingArgs {
+    /// The sampler's options; what was not given comes from the model's `generation_config.json`.
+    pub(crate) fn options(&self, model: &Path) -> Result<SamplerOptions> {
+        let own = self.with(&Defaults { greedy: false, temperature: None, top_p: None });
+        // values given by the user are judged before the model is touched, so that the two cannot be confused
+        own.validate().map_err(|e| Failure::Usage(e.message().to_owned()))?;
+        let file = model.join("generation_config.json");
+        let options = self.with(&Defaults::from_file(&file)?);
+        options.validate().map_err(|e| e.context(file.display()))?;
+        Ok(options)
+    }
+
+    fn with(&self, defaults: &Defaults) -> SamplerOptions {
+        let chosen = self.temperature.is_some() || self.top_p.is_some();
+        SamplerOptions {
+            greedy: self.greedy || (defaults.greedy && !chosen),
+            temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
+            top_k: self.top_k,
+            top_p: self.top_p.or(defaults.top_p).unwrap_or(1.0),
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            penalty_window: self.penalty_window,
+            logit_bias: Vec::new(),
+            seed: self.seed,
+        }
+    }
+}
+
+/// What a model recommends.
+struct Defaults {
+    greedy: bool,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+}
+
+impl Defaults {
+    /// Reads `generation_config.json`, which a folder need not have.
+    fn from_file(file: &Path) -> Result<Self> {
+        let text = match std::fs::read(file) {
+            Ok(text) => text,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Self { greedy: false, temperature: None, top_p: None });
+            }
+            Err(e) => return Err(Error::io(file, &e).into()),
+        };
+        let fault = |what: String| Error::new(ErrorKind::Config, format!("{}: {what}", file.display()));
+        let json: Value = serde_json::from_slice(&text).map_err(|e| fault(format!("not valid JSON: {e}")))?;
+        let number = |key: &str| match &json[key] {
+            Value::Null => Ok(None),
+            Value::Number(n) => Ok(n.as_f64().map(|n| n as f32)),
+            other => Err(fault(format!("{key} is {other}; it must be a number"))),
+        };
+        let temperature = number("temperature")?;
+        let greedy = json["do_sample"] == false || temperature == Some(0.0);
+        Ok(Self { greedy, temperature, top_p: number("top_p")? })
+    }
+}

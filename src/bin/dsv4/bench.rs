@@ -1,0 +1,324 @@
+//! `dsv4 bench`: prefill and decode speed at context frontiers.
+
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use dsv4::{Engine, Error, ErrorKind, Session, SessionOptions, TokenId};
+use serde_json::{Value, json};
+
+use crate::args::EngineArgs;
+use crate::failure::{Failure, Result};
+use crate::interrupt::Interrupt;
+use crate::output::line;
+use crate::{output, progress};
+
+mod bandwidth;
+
+use bandwidth::Bandwidth;
+
+const EXAMPLES: &str = "\
+Prefill: that many tokens fed at once behind a context of the given length. Decode: tokens fed one by one behind it,
+one repetition after the other. Tokens come from a seeded generator, so no tokenizer is needed. One unmeasured round
+comes first. Speeds are tokens/s: median, slowest and fastest repetition.
+
+--bandwidth compares decoding with a plain multi-threaded sum over the same mapped bytes that one token reads (dense
+weights and its experts), taken in turns with it: the share of the memory bandwidth that decoding reaches.
+
+Examples:
+  dsv4 bench examples/models/tiny-v4 --prefill 512 --decode 32 --context 0,1024,4096
+  dsv4 bench MODEL --decode 64 --bandwidth --json";
+
+/// Measure prefill and decode speed at context frontiers
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Checkpoint folder; a tokenizer is not needed
+    model: PathBuf,
+
+    /// Lengths of prompts to prefill; 0 measures none
+    #[arg(long, value_name = "N,N,..", value_delimiter = ',', default_value = "512")]
+    prefill: Vec<usize>,
+
+    /// Tokens to decode one by one; 0 measures none
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    decode: usize,
+
+    /// Tokens that are in the session before
+    #[arg(long, value_name = "N,N,..", value_delimiter = ',', default_value = "0")]
+    context: Vec<usize>,
+
+    /// Measurements of each kind
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    repetitions: u64,
+
+    /// Compare decoding with a plain sum over the bytes that one token reads
+    #[arg(long)]
+    bandwidth: bool,
+
+    /// Start of the generator of token ids
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+
+    /// Print JSON
+    #[arg(long, conflicts_with = "csv")]
+    json: bool,
+
+    /// Print CSV
+    #[arg(long)]
+    csv: bool,
+
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+/// One kind of measurement with the seconds of each repetition.
+struct Measurement {
+    kind: &'static str,
+    context: usize,
+    tokens: usize,
+    seconds: Vec<f64>,
+}
+
+impl Measurement {
+    /// Tokens/s: median, slowest, fastest.
+    fn rates(&self) -> [f64; 3] {
+        let (median, min, max) = spread(&self.seconds);
+        [median, max, min].map(|seconds| self.tokens as f64 / seconds.max(1e-9))
+    }
+}
+
+/// Median, smallest and largest; `values` is not empty.
+fn spread(values: &[f64]) -> (f64, f64, f64) {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let (middle, last) = (sorted.len() / 2, sorted.len() - 1);
+    let median = if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 };
+    (median, sorted[0], sorted[last])
+}
+
+pub(crate) fn run(args: &Args) -> Result {
+    if args.bandwidth && args.decode == 0 {
+        return Err(Failure::Usage("--bandwidth compares with decoding: --decode must not be 0".to_owned()));
+    }
+    let engine = args.engine.open(&args.model)?;
+    let mut bench = Bench {
+        ids: Ids { vocab: engine.model().config().vocab_size as u64, state: args.seed },
+        session: Session::new(&engine, SessionOptions::default())?,
+        interrupt: Interrupt::arm(),
+        repetitions: args.repetitions as usize,
+    };
+    let mut measurements = Vec::new();
+    let prefills: Vec<usize> = args.prefill.iter().copied().filter(|&n| n > 0).collect();
+    let bar =
+        progress::bar("bench", (args.context.len() * (prefills.len() + usize::from(args.decode > 0))) as u64, "kinds");
+    for &context in &args.context {
+        for &tokens in &prefills {
+            measurements.push(bench.prefill(context, tokens)?);
+            bar.inc(1);
+        }
+        if args.decode > 0 {
+            measurements.push(bench.decode(context, args.decode)?);
+            bar.inc(1);
+        }
+    }
+    let bandwidth = if args.bandwidth { Some(bench.bandwidth(&engine, args.decode)?) } else { None };
+    bar.finish_and_clear();
+    match (args.json, args.csv) {
+        (true, _) => output::json(&as_json(&engine, &measurements, bandwidth.as_ref())),
+        (_, true) => print_csv(&engine, &measurements, bandwidth.as_ref()),
+        _ => print(&engine, &measurements, bandwidth.as_ref()),
+    }
+}
+
+struct Bench {
+    ids: Ids,
+    session: Session,
+    interrupt: Interrupt,
+    repetitions: usize,
+}
+
+impl Bench {
+    fn prefill(&mut self, context: usize, tokens: usize) -> Result<Measurement> {
+        let mut seconds = Vec::new();
+        for round in 0..=self.repetitions {
+            self.start_at(context)?;
+            let ids = self.ids.take(tokens);
+            let start = Instant::now();
+            self.session.feed(&ids)?;
+            self.note(round, start, &mut seconds)?;
+        }
+        Ok(Measurement { kind: "prefill", context, tokens, seconds })
+    }
+
+    fn decode(&mut self, context: usize, tokens: usize) -> Result<Measurement> {
+        let mut seconds = Vec::new();
+        self.start_at(context)?;
+        for round in 0..=self.repetitions {
+            let start = Instant::now();
+            self.decode_once(tokens)?;
+            self.note(round, start, &mut seconds)?;
+        }
+        Ok(Measurement { kind: "decode", context, tokens, seconds })
+    }
+
+    /// Sums and decodes in turns, from an empty session.
+    fn bandwidth(&mut self, engine: &Engine, tokens: usize) -> Result<Bandwidth> {
+        let mut result = Bandwidth::new(engine.model(), engine.threads(), tokens);
+        self.start_at(0)?;
+        for round in 0..=self.repetitions {
+            let sum = result.sum(engine.model(), round);
+            let start = Instant::now();
+            self.decode_once(tokens)?;
+            if round > 0 {
+                result.sum_seconds.push(sum);
+            }
+            self.note(round, start, &mut result.decode_seconds)?;
+        }
+        Ok(result)
+    }
+
+    fn decode_once(&mut self, tokens: usize) -> Result {
+        for id in self.ids.take(tokens) {
+            self.session.feed(&[id])?;
+        }
+        Ok(())
+    }
+
+    /// Empties the session and fills it with `context` tokens.
+    fn start_at(&mut self, context: usize) -> Result {
+        self.session.clear();
+        if context > self.session.context() {
+            let longest = self.session.context();
+            let message = format!("--context {context} is more than the model's max_position_embeddings {longest}");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).into());
+        }
+        let ids = self.ids.take(context);
+        Ok(self.session.feed(&ids)?)
+    }
+
+    /// Keeps the time since `start` unless this was the warm-up round.
+    fn note(&self, round: usize, start: Instant, seconds: &mut Vec<f64>) -> Result {
+        if round > 0 {
+            seconds.push(start.elapsed().as_secs_f64());
+        }
+        if self.interrupt.seen() { Err(Failure::Interrupted) } else { Ok(()) }
+    }
+}
+
+/// Token ids that look random and are the same each time (`SplitMix64`).
+struct Ids {
+    vocab: u64,
+    state: u64,
+}
+
+impl Ids {
+    fn take(&mut self, n: usize) -> Vec<TokenId> {
+        (0..n).map(|_| self.next()).collect()
+    }
+
+    fn next(&mut self) -> TokenId {
+        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^= z >> 31;
+        // the high half of the product: below the vocabulary, without the bias of a remainder's low bits
+        ((u128::from(z) * u128::from(self.vocab)) >> 64) as TokenId
+    }
+}
+
+fn as_json(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&Bandwidth>) -> Value {
+    let c = engine.model().config();
+    let one = |m: &Measurement| {
+        let [median, min, max] = m.rates();
+        json!({
+            "kind": m.kind,
+            "context": m.context,
+            "tokens": m.tokens,
+            "tokens_per_second": { "median": median, "min": min, "max": max },
+            "seconds": m.seconds,
+        })
+    };
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "device": engine.options().device.to_string(),
+        "threads": engine.threads(),
+        "simd": engine.simd(),
+        "numerics": engine.options().numerics.name(),
+        "kv_format": engine.kv_format().name(),
+        "prefill_chunk": engine.options().prefill_chunk,
+        "model": {
+            "path": engine.model().path().to_string_lossy(),
+            "num_hidden_layers": c.num_hidden_layers,
+            "hidden_size": c.hidden_size,
+            "n_routed_experts": c.n_routed_experts,
+            "num_experts_per_tok": c.num_experts_per_tok,
+            "moe_intermediate_size": c.moe_intermediate_size,
+            "vocab_size": c.vocab_size,
+            "bytes": engine.model().checkpoint().total_bytes(),
+        },
+        "measurements": measurements.iter().map(one).collect::<Vec<_>>(),
+        "bandwidth": bandwidth.map(Bandwidth::as_json),
+    })
+}
+
+fn print_csv(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&Bandwidth>) -> Result {
+    line("kind,context,tokens,tokens_per_second,min,max,repetitions,threads,simd,numerics")?;
+    let setting = format!("{},{},{}", engine.threads(), engine.simd(), engine.options().numerics);
+    for m in measurements {
+        let [median, min, max] = m.rates();
+        let (kind, context, tokens, n) = (m.kind, m.context, m.tokens, m.seconds.len());
+        line(format_args!("{kind},{context},{tokens},{median:.3},{min:.3},{max:.3},{n},{setting}"))?;
+    }
+    if let Some(b) = bandwidth {
+        output::note(b);
+    }
+    Ok(())
+}
+
+fn print(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&Bandwidth>) -> Result {
+    let c = engine.model().config();
+    line(format_args!(
+        "{}, {} threads, {}, {}; {} layers, hidden {}, {} of {} experts",
+        engine.options().device,
+        engine.threads(),
+        engine.simd(),
+        engine.options().numerics,
+        c.num_hidden_layers,
+        c.hidden_size,
+        c.num_experts_per_tok,
+        c.n_routed_experts
+    ))?;
+    line("kind     context  tokens  tokens/s     min     max")?;
+    for m in measurements {
+        let [median, min, max] = m.rates().map(output::rate);
+        line(format_args!("{:<8} {:>7} {:>7} {median:>9} {min:>7} {max:>7}", m.kind, m.context, m.tokens))?;
+    }
+    match bandwidth {
+        Some(b) => line(b),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_repeat_for_a_seed_and_stay_in_the_vocabulary() {
+        let ids = |seed| Ids { vocab: 97, state: seed }.take(1000);
+        assert_eq!(ids(7), ids(7));
+        assert_ne!(ids(7), ids(8));
+        assert!(ids(7).iter().all(|&id| id < 97));
+        assert!((0..97).all(|id| ids(7).contains(&id)), "every id occurs in a thousand draws");
+    }
+
+    #[test]
+    fn a_rate_is_the_median_and_the_slowest_time_gives_the_smallest() {
+        let m = Measurement { kind: "decode", context: 0, tokens: 10, seconds: vec![4.0, 1.0, 2.0] };
+        assert_eq!(m.rates(), [5.0, 2.5, 10.0]);
+        assert_eq!(spread(&[1.0, 3.0]).0, 2.0);
+    }
+}

@@ -1,0 +1,261 @@
+//! `dsv4 chat`: a conversation, line by line.
+
+use std::io::{BufRead, IsTerminal};
+use std::path::PathBuf;
+
+use dsv4::chat::{ChatOptions, EffortRules, Message, ReasoningEffort, Role, ThinkingMode, render};
+use dsv4::model::config::Draft;
+use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Model, Sampler, Session, TokenId};
+
+use crate::args::{ContextArgs, EngineArgs, SamplingArgs};
+use crate::failure::{Failure, Result, one_line};
+use crate::interrupt::Interrupt;
+use crate::output;
+use crate::run::feed;
+
+const EXAMPLES: &str = "\
+Each line of standard input is a message; the answer streams to standard output. Reasoning is dimmed on a terminal and
+stands between <think> and </think> elsewhere. Calls of tools are shown as the model writes them and not carried out.
+Ctrl-C ends an answer. Lines with a meaning:
+  /reset    forget the conversation
+  /quit     end (so does the end of the input)
+  //text    a message that begins with a slash
+
+Examples:
+  dsv4 chat ~/models/DeepSeek-V4-Flash --thinking --effort max
+  printf 'My name is Ann.\\nWhat is my name?\\n' | dsv4 chat MODEL --system 'Be brief.' --greedy";
+
+/// Talk with a model
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Checkpoint folder
+    model: PathBuf,
+
+    /// System message
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+
+    /// Let the model reason before it answers
+    #[arg(long)]
+    thinking: bool,
+
+    /// How much to reason: low (0731 and later), high or max [default: the checkpoint's]
+    #[arg(long, value_name = "LEVEL", requires = "thinking")]
+    effort: Option<ReasoningEffort>,
+
+    /// JSON file with OpenAI tools to offer
+    #[arg(long, value_name = "FILE")]
+    tools: Option<PathBuf>,
+
+    /// Most tokens of an answer; 0 is no limit but the context
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 0)]
+    max_tokens: u64,
+
+    /// Report the tokens of each turn
+    #[arg(long)]
+    stats: bool,
+
+    #[command(flatten)]
+    sampling: SamplingArgs,
+
+    #[command(flatten)]
+    context: ContextArgs,
+
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+pub(crate) fn run(args: Args) -> Result {
+    let sampling = args.sampling.options(&args.model)?;
+    let tools = args.tools.as_deref().map(output::read_text).transpose()?;
+    let engine = args.engine.open(&args.model)?;
+    let options = ChatOptions {
+        thinking: if args.thinking { ThinkingMode::Thinking } else { ThinkingMode::Chat },
+        effort: args.effort,
+        effort_rules: EffortRules::for_config(matches!(engine.model().config().draft, Draft::Dspark { .. })),
+        tools,
+        ..ChatOptions::default()
+    };
+    let mut chat = Chat {
+        system: args.system.map(|text| Message::new(Role::System, text)),
+        messages: Vec::new(),
+        end_think: control_token(engine.model(), "</think>")?,
+        options,
+        session: args.context.session(&engine)?,
+        sampler: Sampler::new(sampling)?,
+        max_tokens: Some(args.max_tokens).filter(|&n| n > 0),
+        stats: args.stats,
+        tools: args.tools,
+    };
+    chat.check(&engine)?;
+    chat.reset();
+    chat.talk()
+}
+
+/// Id of a control token that the chat format needs.
+fn control_token(model: &Model, marker: &str) -> Result<TokenId> {
+    let id = model.tokenizer()?.id_of(marker);
+    Ok(id.ok_or_else(|| Error::new(ErrorKind::Tokenizer, format!("the tokenizer has no control token {marker}")))?)
+}
+
+struct Chat {
+    system: Option<Message>,
+    messages: Vec<Message>,
+    options: ChatOptions,
+    end_think: TokenId,
+    session: Session,
+    sampler: Sampler,
+    max_tokens: Option<u64>,
+    stats: bool,
+    /// File of the tools, for messages.
+    tools: Option<PathBuf>,
+}
+
+/// An answer as it comes in.
+struct Answer {
+    message: Message,
+    /// Before `</think>`.
+    is_reasoning: bool,
+    finish: Option<Finish>,
+    tokens: u64,
+}
+
+impl Chat {
+    /// Refuses options that no conversation could be rendered with, before the first line is read.
+    fn check(&self, engine: &Engine) -> Result {
+        let probe = [Message::new(Role::User, "")];
+        let prompt = render(&probe, &self.options).map_err(|e| match &self.tools {
+            Some(file) if e.kind() == ErrorKind::Chat => e.context(file.display()),
+            _ => e,
+        })?;
+        prompt.encode(engine.model().tokenizer()?)?;
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.messages = self.system.iter().cloned().collect();
+        self.session.clear();
+    }
+
+    /// Reads lines until the end of the input.
+    fn talk(&mut self) -> Result {
+        let is_terminal = std::io::stdin().is_terminal() && output::is_terminal();
+        let mut line = Vec::new();
+        loop {
+            if is_terminal {
+                output::piece("> ")?;
+            }
+            line.clear();
+            let read = std::io::stdin().lock().read_until(b'\n', &mut line);
+            if read.map_err(|e| Error::new(ErrorKind::Io, format!("standard input: {e}")))? == 0 {
+                return Ok(());
+            }
+            let text = std::str::from_utf8(&line)
+                .map_err(|e| Error::new(ErrorKind::InvalidArgument, format!("standard input: not UTF-8: {e}")))?;
+            match text.trim() {
+                "" => {}
+                "/quit" => return Ok(()),
+                "/reset" => self.reset(),
+                command if command.starts_with('/') && !command.starts_with("//") => {
+                    output::note(format_args!("{}: not known; /reset, /quit, or //text", one_line(command)));
+                }
+                message => {
+                    let message = message.strip_prefix('/').unwrap_or(message).to_owned();
+                    self.turn(message)?;
+                }
+            }
+        }
+    }
+
+    /// One message and its answer.
+    fn turn(&mut self, text: String) -> Result {
+        self.messages.push(Message::new(Role::User, text));
+        let engine = self.session.engine().clone();
+        let prompt = render(&self.messages, &self.options)?.encode(engine.model().tokenizer()?)?;
+        if prompt.len() > self.session.context() {
+            self.messages.pop();
+            output::note(format_args!(
+                "the conversation would have {} tokens, the context holds {}: send less, or /reset",
+                prompt.len(),
+                self.session.context()
+            ));
+            return Ok(());
+        }
+        let interrupt = Interrupt::arm();
+        let known = if prompt.starts_with(self.session.tokens()) { self.session.position() } else { 0 };
+        if known == 0 {
+            self.session.clear();
+        }
+        match feed(&mut self.session, &prompt[known..], &interrupt) {
+            Err(Failure::Interrupted) => {
+                self.messages.pop();
+                return Ok(());
+            }
+            other => other?,
+        }
+        let answer = self.answer(&interrupt)?;
+        output::piece("\n")?;
+        match answer.finish {
+            None => output::note("(interrupted)"),
+            Some(Finish::ContextFull) => {
+                output::note(format_args!("(the context of {} tokens is full: /reset)", self.session.context()));
+            }
+            Some(Finish::MaxTokens) => output::note("(cut by --max-tokens)"),
+            Some(Finish::Eos | Finish::Token(_) | Finish::String(_)) => {}
+        }
+        if self.stats {
+            let (new, tokens, position) = (prompt.len() - known, answer.tokens, self.session.position());
+            output::note(format_args!(
+                "({known} tokens known, {new} fed, {tokens} generated, {position} in the session)"
+            ));
+        }
+        self.messages.push(answer.message);
+        Ok(())
+    }
+
+    /// Generates and prints an answer.
+    fn answer(&mut self, interrupt: &Interrupt) -> Result<Answer> {
+        let options = GenerateOptions { max_tokens: self.max_tokens, ..GenerateOptions::default() };
+        let mut answer = Answer {
+            message: Message::new(Role::Assistant, ""),
+            is_reasoning: self.options.thinking == ThinkingMode::Thinking,
+            finish: None,
+            tokens: 0,
+        };
+        if answer.is_reasoning && !output::is_terminal() {
+            output::piece("<think>")?;
+        }
+        let mut generation = self.session.generate(&mut self.sampler, options)?;
+        while let Some(piece) = generation.next() {
+            let piece = piece?;
+            answer.add(&piece.text, piece.token == self.end_think)?;
+            if interrupt.seen() {
+                break;
+            }
+        }
+        answer.finish = generation.finish();
+        answer.tokens = generation.tokens();
+        answer.add(&generation.into_held_text(), false)?;
+        Ok(answer)
+    }
+}
+
+impl Answer {
+    /// Takes and prints the next text, at the end of which `</think>` stands if `ends_reasoning`.
+    fn add(&mut self, text: &str, ends_reasoning: bool) -> Result {
+        if !self.is_reasoning {
+            self.message.content.push_str(text);
+            return output::piece(text);
+        }
+        let shown = if ends_reasoning { text.strip_suffix("</think>").unwrap_or(text) } else { text };
+        self.message.reasoning_content.get_or_insert_default().push_str(shown);
+        self.is_reasoning = !ends_reasoning;
+        match (output::is_terminal(), ends_reasoning) {
+            (true, true) => output::piece(&format!("{}\n\n", output::dimmed(shown))),
+            (true, false) => output::piece(&output::dimmed(shown)),
+            (false, true) => output::piece(&format!("{shown}</think>")),
+            (false, false) => output::piece(shown),
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! `dsv4 run`: continues a text.
+
+use std::io::IsTerminal;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dsv4::{Engine, ErrorKind, Finish, GenerateOptions, Generation, Markup, Model, Sampler, Session, TokenId};
+
+use crate::args::{ContextArgs, EngineArgs, SamplingArgs};
+use crate::failure::{Failure, Result};
+use crate::interrupt::Interrupt;
+use crate::{output, progress};
+
+const EXAMPLES: &str = "\
+The text goes to standard output as it comes; progress, speed and errors go to standard error.
+
+Examples:
+  dsv4 run examples/models/tiny-v4 --prompt \"Once upon a time\"
+  dsv4 run MODEL --prompt-file chapter.txt --max-tokens 500 --stats > next.txt
+  echo -n \"2 + 2 =\" | dsv4 run MODEL --prompt-file - --greedy --stop $'\\n'
+  dsv4 run MODEL --no-bos --markup --prompt '<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜></think>'";
+
+/// Continue a text
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Checkpoint folder
+    model: PathBuf,
+
+    #[command(flatten)]
+    prompt: PromptArgs,
+
+    /// Most tokens to generate; 0 is no limit but the context
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 200)]
+    max_tokens: u64,
+
+    /// End at this text, which is not printed; may be given several times
+    #[arg(long, value_name = "TEXT", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    stop: Vec<String>,
+
+    /// Go on behind the end-of-sentence token
+    #[arg(long)]
+    ignore_eos: bool,
+
+    /// Print the prompt in front of the text [default: on a terminal]
+    #[arg(long, overrides_with = "no_echo")]
+    echo: bool,
+
+    /// Do not print the prompt
+    #[arg(long)]
+    no_echo: bool,
+
+    /// Report tokens, speed and memory at the end
+    #[arg(long)]
+    stats: bool,
+
+    #[command(flatten)]
+    sampling: SamplingArgs,
+
+    #[command(flatten)]
+    context: ContextArgs,
+
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+#[derive(clap::Args)]
+struct PromptArgs {
+    /// The text to continue
+    #[arg(short, long, value_name = "TEXT", required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
+    prompt: Option<String>,
+
+    /// A file with the text to continue; - is standard input
+    #[arg(short = 'f', long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
+
+    /// Put the begin-of-sentence token in front, as the model expects (the default)
+    #[arg(long, overrides_with = "no_bos")]
+    bos: bool,
+
+    /// Do not put the begin-of-sentence token in front
+    #[arg(long)]
+    no_bos: bool,
+
+    /// Read control tokens such as <｜User｜> in the prompt as such, not as text
+    #[arg(long)]
+    markup: bool,
+}
+
+impl PromptArgs {
+    fn text(&self) -> Result<String> {
+        match (&self.prompt, &self.prompt_file) {
+            (Some(text), _) => Ok(text.clone()),
+            (None, Some(file)) => output::read_text(file),
+            (None, None) => Err(Failure::Usage("a prompt is needed: --prompt or --prompt-file".to_owned())),
+        }
+    }
+
+    fn tokens(&self, model: &Model, text: &str) -> Result<Vec<TokenId>> {
+        let markup = if self.markup { Markup::Parse } else { Markup::Text };
+        let mut ids = if self.no_bos { Vec::new() } else { vec![model.config().bos_token_id] };
+        ids.extend(model.tokenizer()?.encode(text, markup)?);
+        if ids.is_empty() {
+            return Err(Failure::Usage("the prompt is empty, and --no-bos leaves nothing to start from".to_owned()));
+        }
+        Ok(ids)
+    }
+}
+
+pub(crate) fn run(args: Args) -> Result {
+    let sampling = args.sampling.options(&args.model)?;
+    let text = args.prompt.text()?;
+    let engine = args.engine.open(&args.model)?;
+    let prompt = args.prompt.tokens(engine.model(), &text)?;
+    let mut session = args.context.session(&engine)?;
+    let mut sampler = Sampler::new(sampling)?;
+    for &id in &prompt {
+        sampler.accept(id);
+    }
+    let interrupt = Interrupt::arm();
+    let start = Instant::now();
+    feed(&mut session, &prompt, &interrupt)?;
+    let prefill = start.elapsed();
+
+    if args.echo || (!args.no_echo && output::is_terminal()) {
+        output::piece(&if output::is_terminal() { output::dimmed(&text) } else { text })?;
+    }
+    let options = GenerateOptions {
+        max_tokens: Some(args.max_tokens).filter(|&n| n > 0),
+        ignore_eos: args.ignore_eos,
+        stop_strings: args.stop,
+        ..GenerateOptions::default()
+    };
+    let start = Instant::now();
+    let mut generation = session.generate(&mut sampler, options)?;
+    let ended = stream(&mut generation, &interrupt);
+    let (tokens, finish) = (generation.tokens(), generation.finish());
+    output::piece(&generation.into_held_text())?;
+    if output::is_terminal() || ended.is_ok() {
+        output::piece("\n")?;
+    }
+    if args.stats {
+        Stats { prompt: prompt.len(), prefill, tokens, decode: start.elapsed(), finish }.report(&engine, &session);
+    }
+    ended
+}
+
+/// Feeds `ids` with a progress bar; Ctrl-C ends it behind a chunk.
+pub(crate) fn feed(session: &mut Session, ids: &[TokenId], interrupt: &Interrupt) -> Result {
+    let bar = progress::bar("prompt", ids.len() as u64, "tokens");
+    let fed = session.feed_with(ids, &mut |progress| {
+        bar.set_position(progress.done as u64);
+        if interrupt.seen() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    bar.finish_and_clear();
+    match fed {
+        Err(e) if e.kind() == ErrorKind::Cancelled => Err(Failure::Interrupted),
+        Err(e) => Err(e.into()),
+        Ok(()) if interrupt.seen() => Err(Failure::Interrupted),
+        Ok(()) => Ok(()),
+    }
+}
+
+/// Prints a generation as it comes.
+fn stream(generation: &mut Generation<'_>, interrupt: &Interrupt) -> Result {
+    for piece in generation {
+        output::piece(&piece?.text)?;
+        if interrupt.seen() {
+            return Err(Failure::Interrupted);
+        }
+    }
+    Ok(())
+}
+
+/// What `--stats` reports.
+struct Stats {
+    prompt: usize,
+    prefill: Duration,
+    tokens: u64,
+    decode: Duration,
+    finish: Option<Finish>,
+}
+
+impl Stats {
+    fn report(&self, engine: &Engine, session: &Session) {
+        let per_second = |n: f64, time: Duration| output::rate(n / time.as_secs_f64().max(1e-9));
+        let cache = session.cache_bytes();
+        let end = match self.finish {
+            Some(Finish::Eos) => "end of sentence",
+            Some(Finish::Token(_) | Finish::String(_)) => "stop condition",
+            Some(Finish::MaxTokens) => "--max-tokens",
+            Some(Finish::ContextFull) => "context full",
+            None => "interrupted",
+        };
+        let break_line = if std::io::stderr().is_terminal() { "\n" } else { "" };
+        output::note(format_args!(
+            "{break_line}prompt: {} tokens, {} tokens/s\noutput: {} tokens, {} tokens/s, ended by {end}\ncache: {} for {} \
+             tokens\nengine: {}, {} threads, {}, {} cache",
+            self.prompt,
+            per_second(self.prompt as f64, self.prefill),
+            self.tokens,
+            per_second(self.tokens as f64, self.decode),
+            output::size(cache.window + cache.state + cache.pages),
+            session.position(),
+            engine.options().numerics,
+            engine.threads(),
+            engine.simd(),
+            engine.kv_format(),
+        ));
+    }
+}

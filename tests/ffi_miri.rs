@@ -1,0 +1,230 @@
+//! Guard, handles, options and errors of the C API on a small model in memory, without pool or tokenizer, so that Miri can
+//! check every pointer: `cargo +nightly miri test --test ffi_miri`.
+
+#[path = "common/safetensors_writer.rs"]
+#[expect(dead_code, reason = "the tests of checkpoint reading use the rest")]
+mod safetensors_writer;
+#[path = "common/tiny_checkpoint.rs"]
+#[expect(dead_code, reason = "the tests of checkpoint reading use the rest")]
+mod tiny_checkpoint;
+
+use std::ffi::{CStr, c_char, c_void};
+use std::mem::zeroed;
+use std::path::PathBuf;
+use std::ptr::{null, null_mut};
+use std::slice;
+
+use dsv4::Model;
+use dsv4::ffi::engine::*;
+use dsv4::ffi::model::*;
+use dsv4::ffi::sampler::*;
+use dsv4::ffi::session::*;
+use dsv4::ffi::status::*;
+use dsv4::ffi::testing::{model_handle, panic_in};
+use dsv4::model::config::Config;
+use dsv4::weights::Checkpoint;
+use tiny_checkpoint::{Tiny, VOCAB};
+
+/// All in one test: a panic is armed for the whole process, and one model is enough.
+#[test]
+fn objects_live_and_die_soundly() {
+    let model = tiny_model();
+    let engine = engine(model);
+    options_of_every_version(model);
+    a_session_feeds_and_lends_its_logits(engine);
+    a_callback_finds_the_session_busy_and_cancels(engine);
+    a_panic_poisons_only_its_object(engine);
+    outputs_are_written_as_far_as_the_caller_knows_them(model, engine);
+    // SAFETY: not used any more.
+    unsafe { dsv4_model_free(model) };
+    // SAFETY: as above; the engine outlived the model.
+    unsafe { dsv4_engine_free(engine) };
+}
+
+fn options_of_every_version(model: *const dsv4_model) {
+    let mut err = Error::new();
+    let mut out = null_mut();
+    for (words, wanted) in [
+        (vec![32u64, 0, 0, 1 | 16 << 32], dsv4_status::Ok),
+        (vec![16, 0], dsv4_status::Ok),
+        (vec![8], dsv4_status::Ok),
+        (vec![48, 0, 0, 1 | 16 << 32, 0, 0], dsv4_status::Ok),
+        (vec![48, 0, 0, 1 | 16 << 32, 0, 1 << 56], dsv4_status::InvalidArgument),
+        (vec![0], dsv4_status::InvalidArgument),
+        (vec![u64::MAX], dsv4_status::InvalidArgument),
+    ] {
+        // threads are 0 in the shorter ones, which would start a pool; the engine is not made then
+        let is_short = words[0] < 32;
+        if is_short && wanted == dsv4_status::Ok {
+            continue;
+        }
+        // SAFETY: the options have as many bytes as they say, or a size that is refused before they are read.
+        let status = unsafe { dsv4_engine_new(model, words.as_ptr().cast(), &raw mut out, &raw mut err.0) };
+        assert_eq!(status, wanted, "{words:?}: {}", err.message());
+        assert_eq!(out.is_null(), wanted != dsv4_status::Ok);
+        // SAFETY: NULL, or made just now.
+        unsafe { dsv4_engine_free(out) };
+    }
+    for size in [8, 16, 24, 32, 40] {
+        let mut words = vec![7u64; size / 8];
+        // SAFETY: the memory has `size` bytes.
+        unsafe { dsv4_engine_options_init_sized(words.as_mut_ptr().cast(), size) };
+        assert_eq!(words[0], size as u64);
+    }
+}
+
+fn a_session_feeds_and_lends_its_logits(engine: *const dsv4_engine) {
+    let mut err = Error::new();
+    let session = session(engine);
+    let (mut logits, mut n) = (null(), 0);
+    // SAFETY: valid arguments.
+    let status = unsafe { dsv4_session_logits(session, &raw mut logits, &raw mut n, &raw mut err.0) };
+    assert_eq!((status, logits, n), (dsv4_status::InvalidArgument, null(), 0));
+    feed(session, &[1, 2]);
+    // SAFETY: as above.
+    let status = unsafe { dsv4_session_logits(session, &raw mut logits, &raw mut n, &raw mut err.0) };
+    assert_eq!((status, n), (dsv4_status::Ok, VOCAB), "{}", err.message());
+    // questions between do not invalidate the pointer
+    // SAFETY: a struct of numbers.
+    let mut info: dsv4_session_info = unsafe { zeroed() };
+    info.size = size_of::<dsv4_session_info>();
+    // SAFETY: valid arguments.
+    assert_eq!(unsafe { dsv4_session_get_info(session, &raw mut info, null_mut()) }, dsv4_status::Ok);
+    assert_eq!((info.position, info.has_logits), (2, 1));
+    // SAFETY: the logits live until the next feed.
+    let logits = unsafe { slice::from_raw_parts(logits, n) };
+    assert!(logits.iter().all(|logit| logit.is_finite()));
+
+    let mut sampler = null_mut();
+    // SAFETY: valid arguments.
+    let status = unsafe { dsv4_sampler_new(null(), &raw mut sampler, &raw mut err.0) };
+    assert_eq!(status, dsv4_status::Ok, "{}", err.message());
+    let mut token = u32::MAX;
+    // SAFETY: valid arguments.
+    let status = unsafe { dsv4_sampler_sample(sampler, logits.as_ptr(), n, &raw mut token, &raw mut err.0) };
+    assert!(status == dsv4_status::Ok && (token as usize) < VOCAB, "{}", err.message());
+    // SAFETY: not used any more.
+    unsafe { dsv4_sampler_free(sampler) };
+
+    let mut rows = vec![9.0f32; 2 * VOCAB];
+    let tokens = [3u32, 4];
+    // SAFETY: valid arguments.
+    let status =
+        unsafe { dsv4_session_feed_all(session, tokens.as_ptr(), 2, rows.as_mut_ptr(), rows.len(), &raw mut err.0) };
+    assert_eq!(status, dsv4_status::Ok, "{}", err.message());
+    assert!(rows.iter().all(|logit| logit.is_finite() && *logit != 9.0));
+    // SAFETY: not used any more.
+    unsafe { dsv4_session_free(session) };
+}
+
+fn a_callback_finds_the_session_busy_and_cancels(engine: *const dsv4_engine) {
+    extern "C" fn on_progress(session: *mut c_void, done: usize, total: usize) -> i32 {
+        assert_eq!((done, total), (1, 3));
+        // SAFETY: valid arguments.
+        let status = unsafe { dsv4_session_clear(session.cast(), null_mut()) };
+        assert_eq!(status, dsv4_status::Busy);
+        1
+    }
+    let session = session(engine);
+    let mut err = Error::new();
+    let tokens = [1u32, 2, 3];
+    // SAFETY: valid arguments.
+    let status =
+        unsafe { dsv4_session_feed(session, tokens.as_ptr(), 3, Some(on_progress), session.cast(), &raw mut err.0) };
+    assert_eq!(status, dsv4_status::Cancelled);
+    assert!(err.message().contains("1 of 3"), "{}", err.message());
+    // SAFETY: not used any more.
+    unsafe { dsv4_session_free(session) };
+}
+
+fn a_panic_poisons_only_its_object(engine: *const dsv4_engine) {
+    let (broken, other) = (session(engine), session(engine));
+    let mut err = Error::new();
+    panic_in("dsv4_session_clear");
+    // SAFETY: valid arguments.
+    assert_eq!(unsafe { dsv4_session_clear(broken, &raw mut err.0) }, dsv4_status::Panic);
+    assert!(err.message().contains("injected by a test"), "{}", err.message());
+    // SAFETY: as above.
+    assert_eq!(unsafe { dsv4_session_clear(broken, &raw mut err.0) }, dsv4_status::Poisoned);
+    // SAFETY: as above.
+    assert_eq!(unsafe { dsv4_session_clear(other, &raw mut err.0) }, dsv4_status::Ok);
+    for session in [broken, other] {
+        // SAFETY: not used any more.
+        unsafe { dsv4_session_free(session) };
+    }
+}
+
+fn outputs_are_written_as_far_as_the_caller_knows_them(model: *const dsv4_model, engine: *const dsv4_engine) {
+    let mut short = [16u64, 7];
+    // SAFETY: the struct has as many bytes as it says.
+    let status = unsafe { dsv4_model_get_info(model, short.as_mut_ptr().cast(), null_mut()) };
+    assert_eq!(status, dsv4_status::Ok);
+    assert!(short[0] == 16 && short[1] > 1000);
+    let mut long = [7u64; 64];
+    long[0] = 512;
+    // SAFETY: as above.
+    let status = unsafe { dsv4_engine_get_info(engine, long.as_mut_ptr().cast(), null_mut()) };
+    assert_eq!((status, long[63]), (dsv4_status::Ok, 0));
+    let mut path = null();
+    // SAFETY: valid arguments.
+    assert_eq!(unsafe { dsv4_model_path(model, &raw mut path, null_mut()) }, dsv4_status::Ok);
+    // SAFETY: it ends with a NUL and lives as long as the model.
+    assert_eq!(unsafe { CStr::from_ptr(path) }, c"in memory");
+}
+
+fn tiny_model() -> *mut dsv4_model {
+    let tiny = Tiny::new();
+    let entries: Vec<_> =
+        tiny.tensors.iter().map(|(n, d, s, b)| (n.as_str(), *d, s.as_slice(), b.as_slice())).collect();
+    let data: Vec<u8> = entries.iter().flat_map(|entry| entry.3.iter().copied()).collect();
+    let file = safetensors_writer::bytes(&safetensors_writer::header(&entries), &data);
+    let config = Config::from_json(&tiny.config.to_string()).expect("a valid config");
+    let checkpoint = Checkpoint::from_bytes("in memory", file).expect("a valid checkpoint");
+    let model = Model::from_parts(PathBuf::from("in memory"), config, checkpoint).expect("they fit");
+    model_handle(model).expect("the path has no NUL")
+}
+
+fn engine(model: *const dsv4_model) -> *mut dsv4_engine {
+    let mut err = Error::new();
+    let mut engine = null_mut();
+    // SAFETY: a struct of numbers and NULL.
+    let mut options: dsv4_engine_options = unsafe { zeroed() };
+    // SAFETY: the memory has that size.
+    unsafe { dsv4_engine_options_init_sized(&raw mut options, size_of::<dsv4_engine_options>()) };
+    options.threads = 1;
+    options.prefill_chunk = 1;
+    // SAFETY: valid arguments.
+    let status = unsafe { dsv4_engine_new(model, &raw const options, &raw mut engine, &raw mut err.0) };
+    assert_eq!(status, dsv4_status::Ok, "{}", err.message());
+    engine
+}
+
+fn session(engine: *const dsv4_engine) -> *mut dsv4_session {
+    let mut err = Error::new();
+    let mut session = null_mut();
+    // SAFETY: valid arguments.
+    let status = unsafe { dsv4_session_new(engine, null(), &raw mut session, &raw mut err.0) };
+    assert_eq!(status, dsv4_status::Ok, "{}", err.message());
+    session
+}
+
+fn feed(session: *mut dsv4_session, tokens: &[u32]) {
+    let mut err = Error::new();
+    // SAFETY: valid arguments.
+    let status = unsafe { dsv4_session_feed(session, tokens.as_ptr(), tokens.len(), None, null_mut(), &raw mut err.0) };
+    assert_eq!(status, dsv4_status::Ok, "{}", err.message());
+}
+
+/// The caller's error.
+struct Error(dsv4_error);
+
+impl Error {
+    fn new() -> Self {
+        Self(dsv4_error { size: 0, code: dsv4_status::Ok, message: [0 as c_char; DSV4_ERROR_MESSAGE_SIZE] })
+    }
+
+    fn message(&self) -> &str {
+        // SAFETY: the library ends every message with a NUL.
+        unsafe { CStr::from_ptr(self.0.message.as_ptr()) }.to_str().expect("messages are UTF-8")
+    }
+}
