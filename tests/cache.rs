@@ -95,7 +95,7 @@ fn program(seed: u64, truth: &Truth, folder: &std::path::Path) {
     let model = dsv4::Model::open(folder).unwrap();
     // from very tight (eviction all the time, sometimes nothing fits) to roomy
     let roomy = Engine::new(&model, options.clone()).unwrap();
-    let one = subject::session(&roomy, LONGEST).cache_bytes().state;
+    let one = fixed(&subject::session(&roomy, LONGEST));
     options.cache_bytes = one * [3, 6, 12, 100][rng.next(4)];
     let engine = Engine::new(&model, options).unwrap();
     let mut runs: Vec<Run> = Vec::new();
@@ -192,6 +192,11 @@ fn any_program_gives_the_logits_of_a_cold_session() {
     }
 }
 
+/// Bytes that a session takes however long it is.
+fn fixed(session: &Session) -> u64 {
+    session.cache_bytes().window + session.cache_bytes().state
+}
+
 fn prompt(seed: usize, n: usize) -> Vec<u32> {
     (0..n).map(|i| ((i * 7 + seed * 13 + i * i % 11) % 90) as u32).collect()
 }
@@ -274,7 +279,7 @@ fn a_growing_conversation_computes_what_is_new_plus_at_most_255_tokens() {
 fn exhaustion_names_the_counts_and_freeing_anything_lets_it_go_on() {
     let folder = nano();
     let probe = subject::session(&subject::engine_with(&folder, options(64)), 900);
-    let limit = probe.cache_bytes().state * 5 / 2;
+    let limit = fixed(&probe) * 5 / 2;
     let engine = subject::engine_with(&folder, EngineOptions { cache_bytes: limit, ..options(64) });
     let mut first = subject::session(&engine, 900);
     first.feed(&prompt(1, 40)).unwrap();

@@ -5,7 +5,7 @@
 use crate::model::config::LayerKind;
 
 use super::sequence::BLOCK_TOKENS;
-use super::{CacheBytes, CacheLayout};
+use super::{Bucket, CacheBytes, CacheLayout};
 
 impl CacheLayout {
     /// Bytes of one block of [`BLOCK_TOKENS`] tokens in all layers: (compressed entries, index keys).
@@ -19,7 +19,18 @@ impl CacheLayout {
         (rows as u64 * self.row_bytes() as u64, keys as u64 * self.key_bytes() as u64)
     }
 
-    /// Bytes of one sequence's cache with `tokens` tokens in it.
+    /// Bytes of the pages of one sequence's windows and states: what it costs however long it is, padding included.
+    pub fn fixed_page_bytes(&self) -> (u64, u64) {
+        let sizes = self.page_bytes().map(|size| size as u64);
+        let window = (self.layers.len() * self.ring_pages()) as u64 * sizes[Bucket::Wide as usize];
+        let state = |i| {
+            let (bucket, pages) = self.main_state_pages(i);
+            pages as u64 * sizes[bucket as usize] + self.index_state_pages(i) as u64 * sizes[Bucket::Index as usize]
+        };
+        (window, (0..self.layers.len()).map(state).sum())
+    }
+
+    /// Bytes of one sequence's cache with `tokens` tokens in it, without the padding of pages.
     pub fn bytes(&self, tokens: usize) -> CacheBytes {
         let (entries, keys) = self.block_bytes();
         let state: u64 = self.layers.iter().map(|layer| (layer.main_state + layer.index_state) as u64).sum();
@@ -34,30 +45,46 @@ impl CacheLayout {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cache::{KvFormat, LayerLayout, SequenceCache};
+    use crate::cache::{CacheManager, CacheOptions, KvFormat, LayerLayout, SequenceCache};
+
+    /// A cache with the layers of V4-Flash.
+    fn flash(format: KvFormat) -> CacheLayout {
+        let kinds = (0..43).map(|i| match i {
+            0 | 1 => LayerKind::Window,
+            i if i % 2 == 0 => LayerKind::C4a,
+            _ => LayerKind::C128a,
+        });
+        let layer = |kind| match kind {
+            LayerKind::Window => LayerLayout { kind, main_state: 0, index_state: 0 },
+            LayerKind::C4a => LayerLayout { kind, main_state: 24 * 512, index_state: 24 * 128 },
+            LayerKind::C128a => LayerLayout { kind, main_state: 3 * 512, index_state: 0 },
+        };
+        let layers = kinds.map(layer).collect();
+        CacheLayout { format, head_dim: 512, rope_dim: 64, index_dim: 128, window: 128, layers }
+    }
+
+    fn total(bytes: CacheBytes) -> u64 {
+        bytes.window + bytes.state + bytes.pages
+    }
 
     #[test]
-    fn the_forecast_is_what_a_sequence_takes() {
-        let kinds = [LayerKind::Window, LayerKind::C4a, LayerKind::C128a, LayerKind::C4a];
-        let layers = kinds.map(|kind| LayerLayout {
-            kind,
-            main_state: [0, 12_288, 1_536][usize::from(kind != LayerKind::Window) + usize::from(kind.ratio() == 128)],
-            index_state: if kind == LayerKind::C4a { 3_072 } else { 0 },
-        });
-        for format in [KvFormat::Fp8, KvFormat::Bf16, KvFormat::F32] {
-            let layout = CacheLayout {
-                format,
-                head_dim: 512,
-                rope_dim: 64,
-                index_dim: 128,
-                window: 128,
-                layers: layers.to_vec(),
-            };
-            for tokens in [0, 1, 256, 257, 1000] {
-                let mut cache = SequenceCache::new(layout.clone()).unwrap();
-                let _staged = cache.stage(tokens).unwrap();
-                assert_eq!(layout.bytes(tokens), cache.bytes(), "{format}, {tokens} tokens");
-            }
+    fn real_pages_of_a_64k_flash_sequence_are_the_forecast_plus_at_most_three_percent() {
+        let layout = flash(KvFormat::Fp8);
+        let forecast = total(layout.bytes(65_536));
+        let manager = CacheManager::new(layout, CacheOptions::PRIVATE, b"");
+        let mut cache = SequenceCache::new(&manager).unwrap();
+        for _ in 0..256 {
+            let staged = cache.stage(BLOCK_TOKENS).unwrap();
+            cache.commit(staged);
         }
+        let used = manager.stats().pool.used_bytes;
+        assert_eq!(used, total(cache.bytes()), "what a sequence says it uses is what it took from the pool");
+        assert!(used >= forecast && used as f64 <= forecast as f64 * 1.03, "{used} used, {forecast} forecast");
+    }
+
+    #[test]
+    fn the_fixed_cost_of_a_flash_sequence_is_below_7_mb() {
+        let (window, state) = flash(KvFormat::Fp8).fixed_page_bytes();
+        assert!(window + state < 7_000_000, "{window} + {state}");
     }
 }

@@ -167,24 +167,6 @@ impl CacheLayout {
         (4 * self.layers[index].index_state).div_ceil(self.page_bytes()[Bucket::Index as usize])
     }
 
-    /// Bytes of the pages of one block of all layers.
-    pub fn block_bytes(&self) -> u64 {
-        let sizes = self.page_bytes();
-        let layer = |i| self.block_pages(i).iter().zip(sizes).map(|(n, size)| (n * size) as u64).sum::<u64>();
-        (0..self.layers.len()).map(layer).sum()
-    }
-
-    /// Bytes of the pages of one sequence's windows and states: what it costs however long it is.
-    pub fn state_bytes(&self) -> u64 {
-        let sizes = self.page_bytes().map(|size| size as u64);
-        let layer = |i| {
-            let (bucket, pages) = self.main_state_pages(i);
-            self.ring_pages() as u64 * sizes[0] + pages as u64 * sizes[bucket as usize]
-                + self.index_state_pages(i) as u64 * sizes[1]
-        };
-        (0..self.layers.len()).map(layer).sum()
-    }
-
     /// Stores a KV row `[head_dim]`; `out` has [`Self::row_bytes`] bytes.
     pub fn encode_row(&self, row: &[f32], out: &mut [u8]) {
         if self.format != KvFormat::Fp8 {

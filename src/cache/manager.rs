@@ -173,7 +173,7 @@ impl CacheManager {
                 "{}; {wide} wide, {index} index and {narrow} narrow pages are used by sessions, nothing is evictable; \
                  a block of {BLOCK_TOKENS} tokens takes {} bytes",
                 error.message(),
-                self.layout.block_bytes()
+                self.layout.block_bytes().0 + self.layout.block_bytes().1
             ),
         )
     }
@@ -198,7 +198,8 @@ impl CacheManager {
 
     /// Keeps `state` as the checkpoint at the end of block `key`, within the checkpoints' byte limit.
     pub fn keep_checkpoint(&self, key: PrefixKey, state: &Arc<State>) {
-        let size = self.layout.state_bytes();
+        let (windows, states) = self.layout.fixed_page_bytes();
+        let size = windows + states;
         if size > self.options.checkpoint_limit {
             return;
         }

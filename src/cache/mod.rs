@@ -11,6 +11,7 @@
 //! as it was. Knows nothing of devices or of the model's arithmetic.
 
 mod block;
+mod footprint;
 mod layout;
 mod manager;
 mod pool;

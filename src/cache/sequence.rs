@@ -15,13 +15,15 @@ use super::state::State;
 /// Native tokens per block-table entry, for all layers.
 pub const BLOCK_TOKENS: usize = 256;
 
-/// Bytes of one sequence's cache by kind; shared pages count in full.
+/// Bytes of one sequence's cache by kind. Pages that it shares with others count in full.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheBytes {
-    /// Window rings and compressor states.
+    /// Window rings of all layers.
+    pub window: u64,
+    /// Compressor states of all layers.
     pub state: u64,
-    /// Blocks of compressed entries and index keys.
-    pub blocks: u64,
+    /// Pages of compressed entries and index keys.
+    pub pages: u64,
 }
 
 /// The cache of one sequence; see the module's invariant.
@@ -87,8 +89,9 @@ impl SequenceCache {
 
     /// Bytes of the pages it uses.
     pub fn bytes(&self) -> CacheBytes {
-        let layout = self.layout();
-        CacheBytes { state: layout.state_bytes(), blocks: self.blocks.len() as u64 * layout.block_bytes() }
+        let (window, state) = self.layout().fixed_page_bytes();
+        let (entries, keys) = self.layout().block_bytes();
+        CacheBytes { window, state, pages: self.blocks.len() as u64 * (entries + keys) }
     }
 
     /// The state behind the last token; a checkpoint, if it is kept.

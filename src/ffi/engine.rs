@@ -220,6 +220,7 @@ pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions
         device,
         threads: options.threads as usize,
         prefill_chunk: options.prefill_chunk as usize,
+        ..EngineOptions::default()
     })
 }
 

@@ -265,15 +265,15 @@ pub unsafe extern "C" fn dsv4_session_get_info(
     })
 }
 
-/// Empties the session; its memory is kept for reuse. Generations that were started on it end with an error.
+/// Empties the session. Generations that were started on it end with an error.
 ///
-/// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+/// Errors: `BUSY`; `OUT_OF_MEMORY` and `NO_BLOCKS` if there is no room for an empty state of its own.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_session_clear(session: *mut dsv4_session, err: *mut dsv4_error) -> dsv4_status {
     guard("dsv4_session_clear", err, || {
         // SAFETY: by the header's contract.
-        unsafe { object(session, "session") }?.exclusive.get()?.clear();
+        unsafe { object(session, "session") }?.exclusive.get()?.clear()?;
         Ok(())
     })
 }

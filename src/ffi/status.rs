@@ -53,11 +53,14 @@ pub enum dsv4_status {
     Panic = 17,
     /// The caller's buffer is too small; the required length has been written. Call again with more room.
     BufferTooSmall = 18,
+    /// The engine's cache limit is reached by pages in use; the message has the counts. The session is unchanged, and
+    /// freeing any session lets it go on.
+    NoBlocks = 19,
 }
 
 impl dsv4_status {
     /// All of them, by number.
-    pub(super) const ALL: [(Self, &'static std::ffi::CStr); 19] = [
+    pub(super) const ALL: [(Self, &'static std::ffi::CStr); 20] = [
         (Self::Ok, c"OK"),
         (Self::InvalidArgument, c"INVALID_ARGUMENT"),
         (Self::NotFound, c"NOT_FOUND"),
@@ -77,6 +80,7 @@ impl dsv4_status {
         (Self::Poisoned, c"POISONED"),
         (Self::Panic, c"PANIC"),
         (Self::BufferTooSmall, c"BUFFER_TOO_SMALL"),
+        (Self::NoBlocks, c"NO_BLOCKS"),
     ];
 }
 
@@ -93,6 +97,7 @@ impl From<ErrorKind> for dsv4_status {
             ErrorKind::Unavailable => Self::Unavailable,
             ErrorKind::OutOfMemory => Self::OutOfMemory,
             ErrorKind::ContextFull => Self::ContextFull,
+            ErrorKind::NoBlocks => Self::NoBlocks,
             ErrorKind::Cancelled => Self::Cancelled,
             ErrorKind::Busy => Self::Busy,
             ErrorKind::Numeric => Self::Numeric,

@@ -188,7 +188,7 @@ impl Bench {
 
     /// Empties the session and fills it with `context` tokens.
     fn start_at(&mut self, context: usize) -> Result {
-        self.session.clear();
+        self.session.clear()?;
         if context > self.session.context() {
             let longest = self.session.context();
             let message = format!("--context {context} is more than the model's max_position_embeddings {longest}");

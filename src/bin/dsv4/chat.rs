@@ -135,7 +135,7 @@ impl Chat {
 
     fn reset(&mut self) {
         self.messages = self.system.iter().cloned().collect();
-        self.session.clear();
+        self.session.clear()?;
     }
 
     /// Reads lines until the end of the input.
@@ -185,7 +185,7 @@ impl Chat {
         let interrupt = Interrupt::arm();
         let known = if prompt.starts_with(self.session.tokens()) { self.session.position() } else { 0 };
         if known == 0 {
-            self.session.clear();
+            self.session.clear()?;
         }
         match feed(&mut self.session, &prompt[known..], &interrupt) {
             Err(Failure::Interrupted) => {
