@@ -41,13 +41,13 @@ int main(int argc, char **argv)
         if (libraries[i] == NULL) fprintf(stderr, "%s\n", dlerror());
         CHECK(libraries[i] != NULL);
         CHECK(strcmp(FIND(version_fn, libraries[i], "dsv4_version")(), DSV4_VERSION) == 0);
-        OK(FIND(log_fn, libraries[i], "dsv4_log_set")(DSV4_LOG_LEVEL_INFO, count, &messages[i], &err));
+        CHECK(FIND(log_fn, libraries[i], "dsv4_log_set")(DSV4_LOG_LEVEL_INFO, count, &messages[i], &err) == DSV4_STATUS_OK);
     }
     CHECK(dlsym(libraries[0], "dsv4_version") != dlsym(libraries[1], "dsv4_version"));
     CHECK(dlsym(libraries[0], "dsv4_of_a_later_version") == NULL);
     for (int i = 0; i < 2; i++) {
-        OK(FIND(open_fn, libraries[i], "dsv4_model_open")(argv[1], NULL, &models[i], &err));
-        OK(FIND(engine_fn, libraries[i], "dsv4_engine_new")(models[i], NULL, &engines[i], &err));
+        CHECK(FIND(open_fn, libraries[i], "dsv4_model_open")(argv[1], NULL, &models[i], &err) == DSV4_STATUS_OK);
+        CHECK(FIND(engine_fn, libraries[i], "dsv4_engine_new")(models[i], NULL, &engines[i], &err) == DSV4_STATUS_OK);
         CHECK(messages[i] > 0 && (i == 1 || messages[1] == 0));
     }
     for (int i = 0; i < 2; i++) {

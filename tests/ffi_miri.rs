@@ -2,7 +2,6 @@
 //! check every pointer: `cargo +nightly miri test --test ffi_miri`.
 
 #[path = "common/safetensors_writer.rs"]
-#[expect(dead_code, reason = "the tests of checkpoint reading use the rest")]
 mod safetensors_writer;
 #[path = "common/tiny_checkpoint.rs"]
 #[expect(dead_code, reason = "the tests of checkpoint reading use the rest")]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::cache::{CacheLayout, CacheManager, CacheOptions, KvFormat, SequenceCache};
 use crate::error::{Result, bail};
+use crate::model::config::LayerKind;
 use crate::model::deepseek_v4::{LogitRows, Segment};
 
 use super::Engine;
@@ -80,17 +81,24 @@ impl Lab {
         trunk.head(streams, &step, LogitRows::All, probe)
     }
 
-    /// Decoded compressed entries `[count, head_dim]` of `layer`.
+    /// Decoded compressed entries `[count, head_dim]` of `layer`; none in a layer that keeps none.
     pub fn entries(&mut self, layer: usize) -> Result<Vec<f32>> {
         self.decoded(layer, false)
     }
 
-    /// Decoded index keys `[count, index_head_dim]` of `layer`.
+    /// Decoded index keys `[count, index_head_dim]` of `layer`; none in a layer without an indexer.
     pub fn index_keys(&mut self, layer: usize) -> Result<Vec<f32>> {
         self.decoded(layer, true)
     }
 
     fn decoded(&mut self, layer: usize, keys: bool) -> Result<Vec<f32>> {
+        let Some(cache) = self.layers.get(layer) else {
+            bail!(InvalidArgument, "layer is {layer}; the model has {}", self.layers.len());
+        };
+        let kind = cache.layout().layers[layer].kind;
+        if kind == LayerKind::Window || keys && kind != LayerKind::C4a {
+            return Ok(Vec::new());
+        }
         let staged = self.layers[layer].stage(0)?;
         let cache = &self.layers[layer];
         let layout = cache.layout();

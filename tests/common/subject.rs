@@ -1,7 +1,6 @@
 //! The engine under test, reduced to what the comparisons need.
 #![forbid(unsafe_code)]
 
-use dsv4::model::config::LayerKind;
 use dsv4::research::{self, Lab, Probe, Rounding};
 use dsv4::{Engine, EngineOptions, KvFormat, Model, Numerics, Session, SessionOptions};
 use std::path::Path;
@@ -64,8 +63,7 @@ pub fn layer(engine: &Arc<Engine>, rounding: Rounding, layer: usize, streams: &[
     let mut probe = Probe::on();
     lab.run_layer(layer, streams, ids, &mut probe).expect("the layer runs");
     let entries = lab.entries(layer).expect("the entries are read");
-    let indexed = engine.model().config().layers[layer] == LayerKind::C4a;
-    let keys = if indexed { lab.index_keys(layer).expect("the keys are read") } else { Vec::new() };
+    let keys = lab.index_keys(layer).expect("the keys are read");
     Recorded { layer, probe, entries, keys, dims: dims(engine) }
 }
 

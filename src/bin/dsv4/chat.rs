@@ -3,9 +3,11 @@
 use std::io::{BufRead, IsTerminal};
 use std::path::PathBuf;
 
-use dsv4::chat::{ChatOptions, EffortRules, Message, ReasoningEffort, Role, ThinkingMode, render};
+use dsv4::chat::{
+    ChatOptions, EffortRules, Event, Message, Parser, ReasoningEffort, Reply, Role, ThinkingMode, render,
+};
 use dsv4::model::config::Draft;
-use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Model, Sampler, Session, TokenId};
+use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Sampler, Session};
 
 use crate::args::{ContextArgs, EngineArgs, SamplingArgs};
 use crate::failure::{Failure, Result, one_line};
@@ -15,7 +17,7 @@ use crate::run::feed;
 
 const EXAMPLES: &str = "\
 Each line of standard input is a message; the answer streams to standard output. Reasoning is dimmed on a terminal and
-stands between <think> and </think> elsewhere. Calls of tools are shown as the model writes them and not carried out.
+stands between <think> and </think> elsewhere. Calls of tools are shown as [call name {arguments}] and not carried out.
 Ctrl-C ends an answer. Lines with a meaning:
   /reset    forget the conversation
   /quit     end (so does the end of the input)
@@ -80,7 +82,6 @@ pub(crate) fn run(args: Args) -> Result {
     let mut chat = Chat {
         system: args.system.map(|text| Message::new(Role::System, text)),
         messages: Vec::new(),
-        end_think: control_token(engine.model(), "</think>")?,
         options,
         session: args.context.session(&engine)?,
         sampler: Sampler::new(sampling)?,
@@ -93,17 +94,10 @@ pub(crate) fn run(args: Args) -> Result {
     chat.talk()
 }
 
-/// Id of a control token that the chat format needs.
-fn control_token(model: &Model, marker: &str) -> Result<TokenId> {
-    let id = model.tokenizer()?.id_of(marker);
-    Ok(id.ok_or_else(|| Error::new(ErrorKind::Tokenizer, format!("the tokenizer has no control token {marker}")))?)
-}
-
 struct Chat {
     system: Option<Message>,
     messages: Vec<Message>,
     options: ChatOptions,
-    end_think: TokenId,
     session: Session,
     sampler: Sampler,
     max_tokens: Option<u64>,
@@ -114,9 +108,9 @@ struct Chat {
 
 /// An answer as it comes in.
 struct Answer {
-    message: Message,
-    /// Before `</think>`.
-    is_reasoning: bool,
+    reply: Reply,
+    /// Reasoning was printed and has not ended.
+    in_reasoning: bool,
     finish: Option<Finish>,
     tokens: u64,
 }
@@ -210,52 +204,61 @@ impl Chat {
                 "({known} tokens known, {new} fed, {tokens} generated, {position} in the session)"
             ));
         }
-        self.messages.push(answer.message);
+        self.messages.push(answer.reply.to_message());
         Ok(())
     }
 
     /// Generates and prints an answer.
     fn answer(&mut self, interrupt: &Interrupt) -> Result<Answer> {
         let options = GenerateOptions { max_tokens: self.max_tokens, ..GenerateOptions::default() };
-        let mut answer = Answer {
-            message: Message::new(Role::Assistant, ""),
-            is_reasoning: self.options.thinking == ThinkingMode::Thinking,
-            finish: None,
-            tokens: 0,
-        };
-        if answer.is_reasoning && !output::is_terminal() {
-            output::piece("<think>")?;
-        }
+        let engine = self.session.engine().clone();
+        let tokenizer = engine.model().tokenizer()?;
+        let mut parser = Parser::new(self.options.thinking);
+        let mut answer = Answer { reply: Reply::default(), in_reasoning: false, finish: None, tokens: 0 };
         let mut generation = self.session.generate(&mut self.sampler, options)?;
         while let Some(piece) = generation.next() {
-            let piece = piece?;
-            answer.add(&piece.text, piece.token == self.end_think)?;
+            for event in parser.push_token(tokenizer, piece?.token)? {
+                answer.take(&event)?;
+            }
             if interrupt.seen() {
                 break;
             }
         }
         answer.finish = generation.finish();
         answer.tokens = generation.tokens();
-        answer.add(&generation.into_held_text(), false)?;
+        for event in parser.finish() {
+            answer.take(&event)?;
+        }
+        answer.end_reasoning()?;
         Ok(answer)
     }
 }
 
 impl Answer {
-    /// Takes and prints the next text, at the end of which `</think>` stands if `ends_reasoning`.
-    fn add(&mut self, text: &str, ends_reasoning: bool) -> Result {
-        if !self.is_reasoning {
-            self.message.content.push_str(text);
-            return output::piece(text);
+    /// Keeps and prints the next part.
+    fn take(&mut self, event: &Event) -> Result {
+        self.reply.push(event);
+        if let Event::ReasoningDelta(text) = event {
+            let begin = if self.in_reasoning || output::is_terminal() { "" } else { "<think>" };
+            self.in_reasoning = true;
+            return output::piece(&if output::is_terminal() { output::dimmed(text) } else { format!("{begin}{text}") });
         }
-        let shown = if ends_reasoning { text.strip_suffix("</think>").unwrap_or(text) } else { text };
-        self.message.reasoning_content.get_or_insert_default().push_str(shown);
-        self.is_reasoning = !ends_reasoning;
-        match (output::is_terminal(), ends_reasoning) {
-            (true, true) => output::piece(&format!("{}\n\n", output::dimmed(shown))),
-            (true, false) => output::piece(&output::dimmed(shown)),
-            (false, true) => output::piece(&format!("{shown}</think>")),
-            (false, false) => output::piece(shown),
+        self.end_reasoning()?;
+        match event {
+            Event::ContentDelta(text) => output::piece(text),
+            Event::ToolCallBegin { name, .. } => output::piece(&format!("\n[call {name} ")),
+            Event::ToolCallArgumentDelta { json, .. } => output::piece(json),
+            Event::ToolCallEnd { .. } => output::piece("]"),
+            Event::Malformed { raw, .. } => output::piece(raw),
+            Event::ReasoningDelta(_) | Event::End => Ok(()),
         }
+    }
+
+    /// Marks the end of printed reasoning.
+    fn end_reasoning(&mut self) -> Result {
+        if !std::mem::take(&mut self.in_reasoning) {
+            return Ok(());
+        }
+        output::piece(if output::is_terminal() { "\n\n" } else { "</think>" })
     }
 }

@@ -49,7 +49,7 @@ pub(crate) fn run(args: &Args) -> Result {
         Document { model: describe(&config), checkpoint: Value::Null, tokenizer: Value::Null, config }
     } else {
         let model = Model::open(&args.model)?;
-        let config = model.config().clone().with_checkpoint(model.checkpoint())?;
+        let config = model.config().clone();
         Document { model: describe(&config), checkpoint: inventory(&model), tokenizer: tokenizer(&model), config }
     };
     let memory = memory(&document.config, args);
