@@ -42,7 +42,7 @@ pub mod tensor;
 pub mod tokenizer;
 pub mod weights;
 
-pub use cache::KvFormat;
+pub use cache::{CheckpointPolicy, KvFormat};
 #[doc(hidden)]
 pub use engine::research;
 pub use engine::{DeviceChoice, Engine, EngineOptions};

@@ -12,11 +12,11 @@ use crate::tensor::format::{
 };
 
 /// KV rows of a wide page: the c4a entries of one block.
-pub const WIDE_ROWS: usize = 64;
+pub(super) const WIDE_ROWS: usize = 64;
 /// Keys of an index page: those of one block.
-pub const INDEX_KEYS: usize = 64;
+pub(super) const INDEX_KEYS: usize = 64;
 /// KV rows of a narrow page: the c128a entries of one block.
-pub const NARROW_ROWS: usize = 2;
+pub(super) const NARROW_ROWS: usize = 2;
 /// Values per E2M1 scale in an index key.
 const INDEX_BLOCK: usize = 32;
 

@@ -76,7 +76,7 @@ struct Node {
 
 /// The tree. Not thread-safe by itself.
 #[derive(Default)]
-pub struct PrefixIndex {
+pub(super) struct PrefixIndex {
     nodes: HashMap<PrefixKey, Node>,
     /// Nodes without children by last use.
     leaves: BTreeMap<u64, PrefixKey>,
@@ -87,12 +87,12 @@ pub struct PrefixIndex {
 
 impl PrefixIndex {
     /// Number of blocks and of checkpoints in the index.
-    pub fn len(&self) -> (usize, usize) {
+    pub(super) fn len(&self) -> (usize, usize) {
         (self.nodes.len(), self.checkpoints.len())
     }
 
     /// The longest reusable run of blocks of `tokens` behind `from`: whole blocks that end at a checkpoint.
-    pub fn lookup(&mut self, from: PrefixKey, tokens: &[u32]) -> Result<Hit> {
+    pub(super) fn lookup(&mut self, from: PrefixKey, tokens: &[u32]) -> Result<Hit> {
         let whole = tokens.len() / BLOCK_TOKENS;
         let mut hit = Hit {
             blocks: alloc::with_capacity("prefix hit", whole)?,
@@ -127,7 +127,7 @@ impl PrefixIndex {
     }
 
     /// Adds `block` of `tokens` behind `parent`. If an equal block is there already, returns it, to be used instead.
-    pub fn insert(&mut self, parent: PrefixKey, tokens: &[u32], block: &Arc<Block>) -> Result<Option<Arc<Block>>> {
+    pub(super) fn insert(&mut self, parent: PrefixKey, tokens: &[u32], block: &Arc<Block>) -> Result<Option<Arc<Block>>> {
         let key = parent.extend(tokens);
         if let Some(node) = self.nodes.get(&key) {
             let existing = (node.tokens == tokens).then(|| Arc::clone(&node.block));
@@ -147,19 +147,19 @@ impl PrefixIndex {
     }
 
     /// Keeps `state` at the end of block `key`, if that is in the index and has none.
-    pub fn add_checkpoint(&mut self, key: PrefixKey, state: &Arc<State>) {
+    pub(super) fn add_checkpoint(&mut self, key: PrefixKey, state: &Arc<State>) {
         let Some(node) = self.nodes.get_mut(&key).filter(|n| n.checkpoint.is_none()) else { return };
         node.checkpoint = Some(Arc::clone(state));
         self.checkpoints.insert(node.tick, key);
     }
 
     /// The checkpoint at the end of block `key`.
-    pub fn checkpoint(&self, key: PrefixKey) -> Option<Arc<State>> {
+    pub(super) fn checkpoint(&self, key: PrefixKey) -> Option<Arc<State>> {
         self.nodes.get(&key)?.checkpoint.clone()
     }
 
     /// Drops the checkpoint that was used longest ago; false if there is none.
-    pub fn evict_checkpoint(&mut self) -> bool {
+    pub(super) fn evict_checkpoint(&mut self) -> bool {
         let Some((_, key)) = self.checkpoints.pop_first() else { return false };
         if let Some(node) = self.nodes.get_mut(&key) {
             node.checkpoint = None;
@@ -168,7 +168,7 @@ impl PrefixIndex {
     }
 
     /// Drops the leaf that was used longest ago and that no sequence uses; false if there is none.
-    pub fn evict_block(&mut self) -> bool {
+    pub(super) fn evict_block(&mut self) -> bool {
         let unused = |key: &PrefixKey| self.nodes.get(key).is_some_and(|n| Arc::strong_count(&n.block) == 1);
         let Some(key) = self.leaves.values().copied().find(unused) else { return false };
         let Some(node) = self.nodes.remove(&key) else { return false };
@@ -186,7 +186,7 @@ impl PrefixIndex {
     }
 
     /// Blocks that no sequence uses: those that eviction can free sooner or later.
-    pub fn evictable(&self) -> usize {
+    pub(super) fn evictable(&self) -> usize {
         self.nodes.values().filter(|n| Arc::strong_count(&n.block) == 1).count()
     }
 

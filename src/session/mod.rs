@@ -196,7 +196,7 @@ impl Session {
         let position = self.position();
         let stop = match self.engine.cache().options().policy {
             CheckpointPolicy::None => end,
-            CheckpointPolicy::Boundary => end / BLOCK_TOKENS * BLOCK_TOKENS,
+            CheckpointPolicy::Boundary => last_reusable(end),
             CheckpointPolicy::Every(n) => (position / n + 1) * n,
         };
         let stop = if stop > position { stop.min(end) } else { end };
@@ -222,7 +222,7 @@ impl Session {
         let position = self.position();
         let wanted = match cache.options().policy {
             CheckpointPolicy::None => false,
-            CheckpointPolicy::Boundary => position.is_multiple_of(BLOCK_TOKENS) && position + BLOCK_TOKENS > end,
+            CheckpointPolicy::Boundary => position.is_multiple_of(BLOCK_TOKENS) && position >= last_reusable(end),
             CheckpointPolicy::Every(n) => position.is_multiple_of(n),
         };
         if let (true, Some(&key)) = (wanted, self.keys.last()) {
@@ -360,6 +360,12 @@ impl Session {
     pub fn cache_bytes(&self) -> CacheBytes {
         self.cache.bytes()
     }
+}
+
+/// The last block's end below `end`: where a second prompt that ends there as well can start, since its last token is
+/// always computed. A longer one starts at `end` itself, if that is a block's end.
+fn last_reusable(end: usize) -> usize {
+    end.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS
 }
 
 fn cancelled(done: usize, total: usize) -> Error {

@@ -53,6 +53,7 @@ impl EngineArgs {
             device: self.device,
             threads: self.threads as usize,
             prefill_chunk: self.chunk as usize,
+            ..EngineOptions::default()
         }
     }
 

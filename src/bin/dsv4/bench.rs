@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use dsv4::{Engine, Error, ErrorKind, Session, SessionOptions, TokenId};
+use dsv4::{CheckpointPolicy, Engine, EngineOptions, Error, ErrorKind, Model, Session, SessionOptions, TokenId};
 use serde_json::{Value, json};
 
 use crate::args::EngineArgs;
@@ -102,7 +102,9 @@ pub(crate) fn run(args: &Args) -> Result {
     if args.bandwidth && args.decode == 0 {
         return Err(Failure::Usage("--bandwidth compares with decoding: --decode must not be 0".to_owned()));
     }
-    let engine = args.engine.open(&args.model)?;
+    // nothing is taken from a cache: what is measured is computed
+    let options = EngineOptions { checkpoints: CheckpointPolicy::None, ..args.engine.options() };
+    let engine = Engine::new(&Model::open(&args.model)?, options)?;
     let mut bench = Bench {
         ids: Ids { vocab: engine.model().config().vocab_size as u64, state: args.seed },
         session: Session::new(&engine, SessionOptions::default())?,

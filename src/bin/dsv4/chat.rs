@@ -127,9 +127,9 @@ impl Chat {
         Ok(())
     }
 
-    fn reset(&mut self) {
+    fn reset(&mut self) -> Result {
         self.messages = self.system.iter().cloned().collect();
-        self.session.clear()?;
+        Ok(self.session.clear()?)
     }
 
     /// Reads lines until the end of the input.
@@ -150,7 +150,7 @@ impl Chat {
             match text.trim() {
                 "" => {}
                 "/quit" => return Ok(()),
-                "/reset" => self.reset(),
+                "/reset" => self.reset()?,
                 command if command.starts_with('/') && !command.starts_with("//") => {
                     output::note(format_args!("{}: not known; /reset, /quit, or //text", one_line(command)));
                 }
