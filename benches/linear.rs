@@ -3,6 +3,7 @@
 //!
 //! `cargo bench --bench linear -- [--json] [--threads N] [--reps N] [--only WORD]`. The yardstick and ours alternate and
 //! the table shows medians, so that other load on the machine hits both; the ratio is what counts.
+#![expect(clippy::print_stdout, reason = "the table is what a benchmark is for")]
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -245,7 +246,7 @@ fn attention(simd: Simd, options: &Options, table: &mut Table) {
             );
             weigh.push(
                 flop / seconds(|| {
-                    (0..rounds).for_each(|_| simd::accumulate(simd, &fade, &p, &k, dim, black_box(&mut acc)))
+                    (0..rounds).for_each(|_| simd::accumulate(simd, &fade, &p, &k, dim, black_box(&mut acc)));
                 }),
             );
         }

@@ -12,7 +12,12 @@ use super::{Op, Simd};
 /// # Panics
 /// If `dim` is 0 or the slices' lengths do not fit.
 pub fn scores(simd: Simd, q: &[f32], k: &[f32], dim: usize, out: &mut [f32]) {
-    assert!(dim > 0 && q.len() % dim == 0 && k.len() % dim == 0, "{} and {} by {dim}", q.len(), k.len());
+    assert!(
+        dim > 0 && q.len().is_multiple_of(dim) && k.len().is_multiple_of(dim),
+        "{} and {} by {dim}",
+        q.len(),
+        k.len()
+    );
     assert_eq!(out.len(), (q.len() / dim) * (k.len() / dim), "scores");
     simd.dispatch(Scores { q, k, dim, out });
 }
@@ -100,7 +105,7 @@ unsafe fn dots<V: Vector, const R: usize, const T: usize>(
 /// # Panics
 /// If `dim` is 0 or the slices' lengths do not fit.
 pub fn accumulate(simd: Simd, fade: &[f32], p: &[f32], v: &[f32], dim: usize, acc: &mut [f32]) {
-    assert!(dim > 0 && v.len() % dim == 0, "{} by {dim}", v.len());
+    assert!(dim > 0 && v.len().is_multiple_of(dim), "{} by {dim}", v.len());
     assert_eq!(p.len(), fade.len() * (v.len() / dim), "attention weights");
     assert_eq!(acc.len(), fade.len() * dim, "accumulators");
     simd.dispatch(Accumulate { fade, p, v, dim, acc });
@@ -313,7 +318,7 @@ unsafe fn exp_lanes<V: Vector>(x: V) -> V {
     /// Adding and taking away `1.5 * 2^23` leaves the nearest integer.
     const ROUND: f32 = 12_582_912.0;
     /// `ln 2 = LN2_HIGH + LN2_LOW`; the product of `LN2_HIGH` and an integer below 2^15 is exact.
-    const LN2_HIGH: f32 = 0.693_359_375;
+    const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     const SERIES: [f32; 7] = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0];
     // SAFETY: arithmetic only.

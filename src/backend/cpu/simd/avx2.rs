@@ -1,4 +1,5 @@
 //! AVX2 with FMA: eight lanes.
+#![expect(clippy::undocumented_unsafe_blocks, reason = "all methods have the trait's contract, named once at the impl")]
 
 use std::arch::x86_64::*;
 

@@ -1,4 +1,5 @@
 //! AVX-512 (F and BW): sixteen lanes, otherwise as [`super::avx2`].
+#![expect(clippy::undocumented_unsafe_blocks, reason = "all methods have the trait's contract, named once at the impl")]
 
 use std::arch::x86_64::*;
 

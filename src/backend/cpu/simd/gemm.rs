@@ -122,6 +122,7 @@ unsafe fn decode<V: Vector>(w: &Rows<'_>, row: usize, cols: std::ops::Range<usiz
 #[inline(always)]
 unsafe fn expand<V: Vector, D: Decode<V>>(data: &[u8], scales: &[u8], cols: std::ops::Range<usize>, out: &mut [f32]) {
     let (group, values) = (D::BYTES, group_values::<V, D>());
+    // SAFETY: the processor has `V`, by contract.
     let mut seen = unsafe { V::nothing_seen() };
     let mut at = out.as_mut_ptr();
     for g in cols.start / values..cols.end / values {
@@ -143,6 +144,7 @@ unsafe fn expand<V: Vector, D: Decode<V>>(data: &[u8], scales: &[u8], cols: std:
             }
         }
     }
+    // SAFETY: the processor has `V`, by contract.
     if unsafe { V::saw_nan(seen) } {
         // one NaN makes the row's outputs NaN, as its products would
         out[0] = f32::NAN;

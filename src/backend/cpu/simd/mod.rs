@@ -7,6 +7,12 @@
 //!
 //! This is the only module of the backend with `unsafe`; what it exports is safe. It knows nothing of threads.
 
+#![expect(
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "a kernel's every operation rests on one contract, the instruction set and the checked sizes"
+)]
+#![expect(clippy::needless_range_loop, reason = "register tiles are several arrays walked by one index")]
+
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;

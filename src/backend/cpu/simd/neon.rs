@@ -1,4 +1,5 @@
 //! NEON: eight lanes in two registers, in the order of [`super::avx2`], whose bits it shares.
+#![expect(clippy::undocumented_unsafe_blocks, reason = "all methods have the trait's contract, named once at the impl")]
 
 use std::arch::aarch64::*;
 
