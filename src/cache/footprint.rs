@@ -75,7 +75,7 @@ mod tests {
         let mut cache = SequenceCache::new(&manager).unwrap();
         for _ in 0..256 {
             let staged = cache.stage(BLOCK_TOKENS).unwrap();
-            cache.commit(staged);
+            cache.commit(&staged);
         }
         let used = manager.stats().pool.used_bytes;
         assert_eq!(used, total(cache.bytes()), "what a sequence says it uses is what it took from the pool");

@@ -127,7 +127,12 @@ impl PrefixIndex {
     }
 
     /// Adds `block` of `tokens` behind `parent`. If an equal block is there already, returns it, to be used instead.
-    pub(super) fn insert(&mut self, parent: PrefixKey, tokens: &[u32], block: &Arc<Block>) -> Result<Option<Arc<Block>>> {
+    pub(super) fn insert(
+        &mut self,
+        parent: PrefixKey,
+        tokens: &[u32],
+        block: &Arc<Block>,
+    ) -> Result<Option<Arc<Block>>> {
         let key = parent.extend(tokens);
         if let Some(node) = self.nodes.get(&key) {
             let existing = (node.tokens == tokens).then(|| Arc::clone(&node.block));

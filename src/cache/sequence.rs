@@ -165,11 +165,11 @@ impl SequenceCache {
     }
 
     fn own_pages(&mut self, needed: usize) -> Result<()> {
-        if let Some(last) = self.blocks.get_mut(self.state.position() / BLOCK_TOKENS) {
-            if Arc::get_mut(last).is_none() {
-                *last = Arc::new(last.copy(&self.manager)?);
-                self.manager.count_copy();
-            }
+        if let Some(last) = self.blocks.get_mut(self.state.position() / BLOCK_TOKENS)
+            && Arc::get_mut(last).is_none()
+        {
+            *last = Arc::new(last.copy(&self.manager)?);
+            self.manager.count_copy();
         }
         if Arc::get_mut(&mut self.state).is_none() {
             self.state = Arc::new(self.state.copy(&self.manager)?);
@@ -181,18 +181,17 @@ impl SequenceCache {
     }
 
     /// Takes a finished step over. `staged` comes from [`Self::stage`] with no other change in between.
-    pub fn commit(&mut self, staged: Staged) {
+    pub fn commit(&mut self, staged: &Staged) {
         let end = staged.start + staged.count;
-        for (index, step) in staged.layers.into_iter().enumerate() {
+        for (index, step) in staged.layers.iter().enumerate() {
             self.commit_layer(index, staged.start, step);
         }
         self.set_position(end);
     }
 
     /// Takes over one layer of a step that ran only that layer; for [`crate::engine::research`].
-    pub(crate) fn commit_partial(&mut self, mut staged: Staged, layer: usize) {
-        let step = std::mem::take(&mut staged.layers[layer]);
-        self.commit_layer(layer, staged.start, step);
+    pub(crate) fn commit_partial(&mut self, staged: &Staged, layer: usize) {
+        self.commit_layer(layer, staged.start, &staged.layers[layer]);
         self.set_position(staged.start + staged.count);
     }
 
@@ -200,7 +199,7 @@ impl SequenceCache {
         Arc::get_mut(&mut self.state).expect("stage made the state our own").set_position(position);
     }
 
-    fn commit_layer(&mut self, index: usize, start: usize, step: StagedLayer) {
+    fn commit_layer(&mut self, index: usize, start: usize, step: &StagedLayer) {
         debug_assert_eq!(start, self.len(), "a step is committed to the state it was staged on");
         let layout = self.manager.layout();
         let state = Arc::get_mut(&mut self.state).expect("stage made the state our own");

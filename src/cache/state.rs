@@ -92,7 +92,15 @@ impl State {
     }
 
     /// Takes over what a step of `rows.len() / row_bytes` tokens from `start` brought to `layer`.
-    pub fn advance(&mut self, layout: &CacheLayout, layer: usize, start: usize, rows: &[u8], main: &[f32], index: &[f32]) {
+    pub fn advance(
+        &mut self,
+        layout: &CacheLayout,
+        layer: usize,
+        start: usize,
+        rows: &[u8],
+        main: &[f32],
+        index: &[f32],
+    ) {
         let (row, window) = (layout.row_bytes(), layout.window);
         let count = rows.len() / row;
         for i in count.saturating_sub(window)..count {

@@ -49,8 +49,7 @@ impl Engine {
         // the small vectors are widened now, so that a step meets no page of them for the first time
         model.weights().prepare()?;
         let tables = Tables::new(model.config());
-        let context =
-            format!("{:032x} {} {kv_format} {}", model.fingerprint(), options.numerics, options.prefix_salt);
+        let context = format!("{:032x} {} {kv_format} {}", model.fingerprint(), options.numerics, options.prefix_salt);
         let layout = CacheLayout::new(model.config(), kv_format);
         let cache = CacheManager::new(layout, options.cache_options(), context.as_bytes());
         Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables, cache }))
@@ -111,7 +110,7 @@ impl Engine {
         let trunk = self.trunk(Rounding::from(self.options.numerics));
         let logits = self.cpu.pool.enter(|| trunk.step(&mut segments, rows, between, &mut Probe::off()))?;
         let [Segment { staged, .. }] = segments;
-        cache.commit(staged);
+        cache.commit(&staged);
         Ok(logits)
     }
 

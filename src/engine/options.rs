@@ -103,10 +103,10 @@ impl EngineOptions {
         if self.prefill_chunk == 0 || self.prefill_chunk > Self::MAX_PREFILL_CHUNK {
             bail!(InvalidArgument, "prefill_chunk is {}; 1 to {}", self.prefill_chunk, Self::MAX_PREFILL_CHUNK);
         }
-        if let CheckpointPolicy::Every(n) = self.checkpoints {
-            if n == 0 || !n.is_multiple_of(BLOCK_TOKENS) {
-                bail!(InvalidArgument, "checkpoints every {n} tokens; a multiple of {BLOCK_TOKENS} is needed");
-            }
+        if let CheckpointPolicy::Every(n) = self.checkpoints
+            && (n == 0 || !n.is_multiple_of(BLOCK_TOKENS))
+        {
+            bail!(InvalidArgument, "checkpoints every {n} tokens; a multiple of {BLOCK_TOKENS} is needed");
         }
         if let DeviceChoice::Cuda(n) = self.device {
             let devices = crate::backend::cuda_devices()?;

@@ -54,9 +54,9 @@ impl Lab {
         let staged = cache.stage(ids.len())?;
         let mut segments = [Segment { cache, staged, tokens: ids }];
         let step = trunk.context(&segments)?;
-        let out = trunk.layer(layer, streams.to_vec(), &step, &mut segments, probe)?;
+        let out = trunk.layer(layer, streams, &step, &mut segments, probe)?;
         let [Segment { staged, .. }] = segments;
-        self.layers[layer].commit_partial(staged, layer);
+        self.layers[layer].commit_partial(&staged, layer);
         Ok(out)
     }
 
@@ -160,12 +160,12 @@ pub fn trace(engine: &Arc<Engine>, ids: &[u32], chunk: usize) -> Result<Trace> {
         let step = trunk.context(&segments)?;
         let mut x = trunk.embed(tokens)?;
         for (layer, kept) in trace.streams.iter_mut().enumerate() {
-            x = trunk.layer(layer, x, &step, &mut segments, &mut Probe::off())?;
+            x = trunk.layer(layer, &x, &step, &mut segments, &mut Probe::off())?;
             kept.extend_from_slice(&x);
         }
         trace.logits.extend(trunk.head(&x, &step, LogitRows::All, &mut Probe::off())?);
         let [Segment { staged, .. }] = segments;
-        cache.commit(staged);
+        cache.commit(&staged);
     }
     Ok(trace)
 }

@@ -535,7 +535,7 @@ mod tests {
             // SAFETY: locals, and a capacity within them.
             unsafe { Buffer::new(ptr, capacity, "tokens", Out::new(&raw mut *len, "len")) }
         };
-        let fault = buffer(values.as_mut_ptr(), 3, &mut len).fill(&[1, 2, 3, 4], false).err().expect("too small");
+        let fault = buffer(values.as_mut_ptr(), 3, &mut len).fill(&[1, 2, 3, 4], false).expect_err("too small");
         assert_eq!((fault.status, len, values), (dsv4_status::BufferTooSmall, 4, [0, 0, 0, 9]));
         assert!(buffer(values.as_mut_ptr(), 4, &mut len).fill(&[1, 2, 3], true).is_ok());
         assert_eq!((len, values), (3, [1, 2, 3, 0]));

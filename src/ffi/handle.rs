@@ -143,10 +143,11 @@ mod tests {
         assert_eq!(object.get().err().expect("busy").kind(), ErrorKind::Busy);
         drop(using);
         *object.get().expect("free again") += 1;
-        let _ = catch_unwind(AssertUnwindSafe(|| {
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
             let _using = object.get();
             panic!("in use, printed by the test harness");
         }));
+        assert!(panicked.is_err());
         assert_eq!(object.get().err().expect("poisoned").kind(), ErrorKind::Poisoned);
     }
 }

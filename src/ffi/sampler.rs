@@ -37,7 +37,7 @@ pub struct dsv4_sampler_options {
     /// Number of biases; 0 by default.
     pub n_bias: usize,
     /// 1 takes the largest logit (the lowest id among equals) instead of drawing; 0 by default. Penalties and bias
-    /// still count; temperature, top_k, top_p, min_p and seed mean nothing then. Greedy decoding is this choice and
+    /// still count; `temperature`, `top_k`, `top_p`, `min_p` and `seed` mean nothing then. Greedy decoding is this choice and
     /// never a temperature of 0, which is refused.
     pub greedy: i32,
     /// Keeps the k largest logits; 0, the default, keeps all.

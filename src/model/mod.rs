@@ -61,7 +61,14 @@ impl Model {
     pub fn from_parts(path: PathBuf, config: Config, checkpoint: Checkpoint) -> Result<Arc<Self>> {
         let config = config.with_checkpoint(&checkpoint)?;
         let weights = Weights::resolve(&config, &checkpoint)?;
-        Ok(Arc::new(Self { path, config, weights, checkpoint, tokenizer: OnceCell::new(), fingerprint: OnceCell::new() }))
+        Ok(Arc::new(Self {
+            path,
+            config,
+            weights,
+            checkpoint,
+            tokenizer: OnceCell::new(),
+            fingerprint: OnceCell::new(),
+        }))
     }
 
     /// Identity of the checkpoint as far as it can be had without reading weights: config, tensor names, types and

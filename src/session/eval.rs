@@ -40,7 +40,7 @@ pub fn perplexity(
     if predictions == 0 {
         bail!(InvalidArgument, "a perplexity needs at least 2 tokens, there are {}", ids.len());
     }
-    session.clear();
+    session.clear()?;
     let mut sum = 0.0;
     session.feed_all(&ids[..predictions], &mut |position, logits| {
         sum -= logprobs(logits, ids[position + 1])?;
@@ -123,7 +123,7 @@ pub fn recalls(session: &mut Session, case: &RecallCase) -> Result<bool> {
     if case.prompt.is_empty() || case.answer.is_empty() {
         bail!(InvalidArgument, "a recall case needs a prompt and an answer");
     }
-    session.clear();
+    session.clear()?;
     session.feed(&case.prompt)?;
     let mut greedy = Sampler::new(SamplerOptions::greedy())?;
     for (i, &expected) in case.answer.iter().enumerate() {

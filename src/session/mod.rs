@@ -22,17 +22,11 @@ pub use generate::{Finish, GenerateOptions, Generation, Piece};
 pub use stop::{Step, StopConditions, StopMatcher, StopReason};
 
 /// Options of a session.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SessionOptions {
     /// Most tokens the session can hold, prompt and output together; 0 takes the model's
     /// `max_position_embeddings`. Memory for the context is taken as it fills.
     pub context: usize,
-}
-
-impl Default for SessionOptions {
-    fn default() -> Self {
-        Self { context: 0 }
-    }
 }
 
 /// How far a call to [`Session::feed_with`] has come.
@@ -337,7 +331,8 @@ impl Session {
     fn checkpoint_below(&self, position: usize) -> Option<Arc<State>> {
         let own = self.mark.iter().filter(|mark| mark.position() < position);
         let blocks = (position - 1) / BLOCK_TOKENS;
-        let kept = self.keys[..blocks.min(self.keys.len())].iter().rev().find_map(|&key| self.engine.cache().checkpoint(key));
+        let kept =
+            self.keys[..blocks.min(self.keys.len())].iter().rev().find_map(|&key| self.engine.cache().checkpoint(key));
         own.cloned().chain(kept).max_by_key(|state| state.position())
     }
 

@@ -11,7 +11,10 @@ macro_rules! functions {
 }
 
 /// Name and address.
-pub(crate) const FUNCTIONS: &[(&str, fn() -> *const ())] = functions! {
+pub(crate) type Function = (&'static str, fn() -> *const ());
+
+/// Every exported function.
+pub(crate) const FUNCTIONS: &[Function] = functions! {
     version: dsv4_version dsv4_version_number dsv4_build_info;
     status: dsv4_status_name dsv4_abi_check;
     log: dsv4_log_set;

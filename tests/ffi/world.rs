@@ -185,9 +185,10 @@ impl World {
             ("size_t", "size") => STRUCT_SIZE,
             ("uint32_t", "token") => 5,
             ("uint32_t", "header_version") => 1 << 8,
-            ("size_t", "index") | ("uint64_t", "context") => 0,
-            ("int32_t", "markup" | "thinking" | "level" | "status") => 0,
-            ("void *", "userdata") => 0,
+            ("size_t", "index")
+            | ("uint64_t", "context")
+            | ("int32_t", "markup" | "thinking" | "level" | "status")
+            | ("void *", "userdata") => 0,
             ("dsv4_progress_callback", _) => on_progress as *const () as usize,
             ("dsv4_piece_callback", _) => on_piece as *const () as usize,
             ("dsv4_log_callback", _) => on_log as *const () as usize,

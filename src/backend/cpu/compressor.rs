@@ -169,13 +169,13 @@ mod tests {
             "an entry every fourth token, none for the tail"
         );
         for (j, entry) in got {
-            for c in 0..DIM {
+            for (c, &value) in entry.iter().enumerate() {
                 let mut slots = Vec::new();
                 if j > 0 {
                     slots.extend((4 * j - 4..4 * j).map(|t| (row(t + 1000, 2 * DIM)[c], row(t, 2 * DIM)[c])));
                 }
                 slots.extend((4 * j..4 * j + 4).map(|t| (row(t + 1000, 2 * DIM)[DIM + c], row(t, 2 * DIM)[DIM + c])));
-                assert!((f64::from(entry[c]) - softmax_sum(&slots)).abs() < 1e-5, "entry {j} channel {c}");
+                assert!((f64::from(value) - softmax_sum(&slots)).abs() < 1e-5, "entry {j} channel {c}");
             }
         }
     }
@@ -185,9 +185,9 @@ mod tests {
         let got = run(128, 300);
         assert_eq!(got.len(), 2);
         for (j, entry) in got {
-            for c in 0..DIM {
+            for (c, &value) in entry.iter().enumerate() {
                 let slots: Vec<_> = (128 * j..128 * (j + 1)).map(|t| (row(t + 1000, DIM)[c], row(t, DIM)[c])).collect();
-                assert!((f64::from(entry[c]) - softmax_sum(&slots)).abs() < 1e-5, "entry {j} channel {c}");
+                assert!((f64::from(value) - softmax_sum(&slots)).abs() < 1e-5, "entry {j} channel {c}");
             }
         }
     }

@@ -137,7 +137,7 @@ impl<'a> Trunk<'a> {
         let mut x = self.embed(&step.ids)?;
         for layer in 0..self.config.num_hidden_layers {
             between(layer)?;
-            x = self.layer(layer, x, &step, segments, probe)?;
+            x = self.layer(layer, &x, &step, segments, probe)?;
         }
         self.head(&x, &step, logit_rows, probe)
     }
@@ -146,12 +146,12 @@ impl<'a> Trunk<'a> {
     pub(crate) fn layer(
         &self,
         layer: usize,
-        x: Vec<f32>,
+        x: &[f32],
         step: &StepContext,
         segments: &mut [Segment<'_>],
         probe: &mut Probe,
     ) -> Result<Vec<f32>> {
-        let x = self.attention_half(layer, &x, step, segments, probe)?;
+        let x = self.attention_half(layer, x, step, segments, probe)?;
         probe.record(layer, "streams_mid", &[step.rows(), self.config.hc_mult, self.config.hidden_size], &x);
         let x = self.ffn_half(layer, &x, &step.ids, probe)?;
         probe.record(layer, "streams", &[step.rows(), self.config.hc_mult, self.config.hidden_size], &x);

@@ -279,7 +279,14 @@ impl Resolver<'_> {
     /// A matrix without scales.
     fn plain(&self, name: &str, dtype: DType, rows: usize, cols: usize) -> Result<Matrix> {
         let format = if dtype == DType::F32 { MatrixFormat::F32 } else { MatrixFormat::Bf16 };
-        Ok(Matrix { tensor: self.tensor(name, dtype, &[rows, cols])?, scale: None, format, rows, cols, populated: OnceCell::new() })
+        Ok(Matrix {
+            tensor: self.tensor(name, dtype, &[rows, cols])?,
+            scale: None,
+            format,
+            rows,
+            cols,
+            populated: OnceCell::new(),
+        })
     }
 
     /// An E4M3 matrix; its scales are E8M0 or F32 (`-Base` releases).
