@@ -178,6 +178,9 @@ enum dsv4_status
     DSV4_STATUS_PANIC = 17,
     // The caller's buffer is too small; the required length has been written. Call again with more room.
     DSV4_STATUS_BUFFER_TOO_SMALL = 18,
+    // The engine's cache limit is reached by pages in use; the message has the counts. The session is unchanged, and
+    // freeing any session lets it go on.
+    DSV4_STATUS_NO_BLOCKS = 19,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -787,9 +790,9 @@ dsv4_status dsv4_session_get_info(dsv4_session *session,
                                   dsv4_session_info *info,
                                   dsv4_error *err);
 
-// Empties the session; its memory is kept for reuse. Generations that were started on it end with an error.
+// Empties the session. Generations that were started on it end with an error.
 //
-// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+// Errors: `BUSY`; `OUT_OF_MEMORY` and `NO_BLOCKS` if there is no room for an empty state of its own.
 DSV4_API DSV4_NODISCARD dsv4_status dsv4_session_clear(dsv4_session *session, dsv4_error *err);
 
 // Cancels the running call of this session, or its next one if none is running: it returns `CANCELLED` within the time
@@ -826,7 +829,7 @@ typedef struct dsv4_sampler_options {
     // Number of biases; 0 by default.
     size_t n_bias;
     // 1 takes the largest logit (the lowest id among equals) instead of drawing; 0 by default. Penalties and bias
-    // still count; temperature, top_k, top_p, min_p and seed mean nothing then. Greedy decoding is this choice and
+    // still count; `temperature`, `top_k`, `top_p`, `min_p` and `seed` mean nothing then. Greedy decoding is this choice and
     // never a temperature of 0, which is refused.
     int32_t greedy;
     // Keeps the k largest logits; 0, the default, keeps all.

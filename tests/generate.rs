@@ -5,14 +5,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dsv4::{
-    Engine, EngineOptions, ErrorKind, Finish, GenerateOptions, Markup, Model, Numerics, Sampler, SamplerOptions,
-    Session, SessionOptions, TokenId,
+    CheckpointPolicy, Engine, EngineOptions, ErrorKind, Finish, GenerateOptions, Markup, Model, Numerics, Sampler,
+    SamplerOptions, Session, SessionOptions, TokenId,
 };
 
 fn engine(chunk: usize) -> Arc<Engine> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4");
-    let options =
-        EngineOptions { numerics: Numerics::Reference, prefill_chunk: chunk, threads: 2, ..EngineOptions::default() };
+    // nothing is reused: the tests count what is computed
+    let options = EngineOptions {
+        numerics: Numerics::Reference,
+        prefill_chunk: chunk,
+        threads: 2,
+        checkpoints: CheckpointPolicy::None,
+        ..EngineOptions::default()
+    };
     Engine::new(&Model::open(folder).unwrap(), options).unwrap()
 }
 
