@@ -4,6 +4,8 @@
 //! `cargo bench --bench mapped -- MODEL [--threads N] [--reps N]`. MODEL is best a slice of true dimensions. Ours and the
 //! plain sum over the same bytes alternate within one run; the medians' ratio is what counts.
 
+#![allow(clippy::print_stdout, reason = "a benchmark's output")]
+
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -79,7 +81,11 @@ fn measure(name: &str, pool: &Pool, regions: &[Region<'_>], reps: usize) {
         bytes as f64 * 1e-9 / times[times.len() / 2]
     };
     let (plain, ours) = (rate(&mut plain), rate(&mut ours));
-    println!("{name:15} {:.2} GB  plain sum {plain:6.2} GB/s  ours {ours:6.2} GB/s  ratio {:.2}", bytes as f64 * 1e-9, ours / plain);
+    println!(
+        "{name:15} {:.2} GB  plain sum {plain:6.2} GB/s  ours {ours:6.2} GB/s  ratio {:.2}",
+        bytes as f64 * 1e-9,
+        ours / plain
+    );
 }
 
 /// What reading costs: 64-bit additions over every byte, in pieces that the threads share.
@@ -87,7 +93,7 @@ fn sum(pool: &Pool, matrices: &[&Matrix]) -> u64 {
     let mut pieces: Vec<&[u8]> = Vec::new();
     for m in matrices {
         pieces.extend(m.tensor().bytes().chunks(1 << 20));
-        pieces.extend(m.scale().map(|s| s.bytes()));
+        pieces.extend(m.scale().map(dsv4::weights::Tensor::bytes));
     }
     let mut sums = vec![0u64; pool.threads()];
     pool.share(&mut sums, &mut pieces, |piece, sum| *sum = sum.wrapping_add(sum_piece(piece)));

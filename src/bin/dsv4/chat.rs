@@ -90,7 +90,7 @@ pub(crate) fn run(args: Args) -> Result {
         tools: args.tools,
     };
     chat.check(&engine)?;
-    chat.reset();
+    chat.reset()?;
     chat.talk()
 }
 
