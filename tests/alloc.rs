@@ -1,5 +1,7 @@
 //! Refused allocations while a checkpoint is opened. A binary of its own: the injected failure is process-wide.
 
+#![allow(clippy::unwrap_used, reason = "a failed call is a failed test")]
+
 #[path = "common/safetensors_writer.rs"]
 mod safetensors_writer;
 #[path = "common/tiny_checkpoint.rs"]

@@ -1,5 +1,11 @@
 //! Messages to prompts: the official tests where they are at hand, and every rule of the format.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::needless_pass_by_value,
+    reason = "a failed call is a failed test; values are made for one call"
+)]
+
 #[path = "common/shared.rs"]
 mod shared;
 

@@ -1,5 +1,7 @@
 //! The built `dsv4` command on the model in the repository and on broken inputs: what it prints where, and its exit codes.
 
+#![allow(clippy::unwrap_used, reason = "a failed call is a failed test")]
+
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{Read, Write};

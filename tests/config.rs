@@ -1,5 +1,7 @@
 //! `config.json`: the official files, and every value that must be refused.
 
+#![allow(clippy::unwrap_used, reason = "a failed call is a failed test")]
+
 #[path = "common/shared.rs"]
 mod shared;
 

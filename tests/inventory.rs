@@ -1,5 +1,7 @@
 //! Opening the full inventories of the releases: time, memory, counts.
 
+#![allow(clippy::unwrap_used, reason = "a failed call is a failed test")]
+
 #[path = "common/inventory.rs"]
 mod inventory;
 #[path = "common/shared.rs"]

@@ -1,5 +1,7 @@
 //! The sampler against a slow, sorted float64 model of itself, and its statistics.
 
+#![allow(clippy::unwrap_used, reason = "a failed call is a failed test")]
+
 use dsv4::sampler::{Sampler, SamplerOptions, logprobs};
 use dsv4::{ErrorKind, TokenId};
 use proptest::prelude::*;
@@ -136,7 +138,7 @@ fn any_options() -> impl Strategy<Value = SamplerOptions> {
     )
 }
 
-/// True when some cumulative sum is within 1e-5 of top_p, or a ratio within 1e-5 of min_p.
+/// True when some cumulative sum is within 1e-5 of `top_p`, or a ratio within 1e-5 of `min_p`.
 fn borderline(row: &[f32], temperature: f32, top_k: u32, top_p: f32, min_p: f32) -> bool {
     let mut sorted = row.to_vec();
     sorted.sort_by(|a, b| b.total_cmp(a));

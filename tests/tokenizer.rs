@@ -1,5 +1,7 @@
 //! The tokenizer over the model in `examples/`, and over the full V4 tokenizer where it is at hand.
 
+#![allow(clippy::unwrap_used, reason = "a failed call is a failed test")]
+
 #[path = "common/shared.rs"]
 mod shared;
 

@@ -85,11 +85,11 @@ pub(crate) struct SamplingArgs {
     #[arg(long, conflicts_with_all = ["temperature", "top_p", "top_k", "min_p", "seed"])]
     greedy: bool,
 
-    /// Divides the logits: below 1 is more predictable [default: of generation_config.json, else 1]
+    /// Divides the logits: below 1 is more predictable [default: the model's own, else 1]
     #[arg(long, value_name = "T")]
     temperature: Option<f32>,
 
-    /// Draw from the likeliest tokens that reach this probability [default: of generation_config.json, else 1]
+    /// Draw from the likeliest tokens that reach this probability [default: the model's own, else 1]
     #[arg(long, value_name = "P")]
     top_p: Option<f32>,
 

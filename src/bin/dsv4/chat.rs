@@ -216,7 +216,7 @@ impl Chat {
         let mut parser = Parser::new(self.options.thinking);
         let mut answer = Answer { reply: Reply::default(), in_reasoning: false, finish: None, tokens: 0 };
         let mut generation = self.session.generate(&mut self.sampler, options)?;
-        while let Some(piece) = generation.next() {
+        for piece in &mut generation {
             for event in parser.push_token(tokenizer, piece?.token)? {
                 answer.take(&event)?;
             }

@@ -66,9 +66,9 @@ impl From<io::Error> for Failure {
 pub(crate) fn one_line(text: &str) -> String {
     text.chars().fold(String::with_capacity(text.len()), |mut line, c| {
         if c.is_control() {
-            line.extend(c.escape_default())
+            line.extend(c.escape_default());
         } else {
-            line.push(c)
+            line.push(c);
         }
         line
     })
