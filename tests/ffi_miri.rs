@@ -86,7 +86,14 @@ fn a_session_feeds_and_lends_its_logits(engine: *const dsv4_engine) {
     let progress = Progress { session, calls: &raw mut calls };
     // SAFETY: valid arguments.
     let status = unsafe {
-        dsv4_session_feed(session, [1u32].as_ptr(), 1, Some(on_progress), (&raw const progress).cast_mut().cast(), null_mut())
+        dsv4_session_feed(
+            session,
+            [1u32].as_ptr(),
+            1,
+            Some(on_progress),
+            (&raw const progress).cast_mut().cast(),
+            null_mut(),
+        )
     };
     assert_eq!((status, calls), (dsv4_status::Ok, 1));
     // SAFETY: as above.
@@ -156,8 +163,7 @@ fn a_callback_cancels(engine: *const dsv4_engine) {
     let progress = Progress { session, calls: &raw mut calls };
     let (tokens, userdata) = ([1u32, 2, 3], (&raw const progress).cast_mut().cast());
     // SAFETY: valid arguments.
-    let status =
-        unsafe { dsv4_session_feed(session, tokens.as_ptr(), 3, Some(on_progress), userdata, &raw mut err.0) };
+    let status = unsafe { dsv4_session_feed(session, tokens.as_ptr(), 3, Some(on_progress), userdata, &raw mut err.0) };
     assert_eq!((status, calls), (dsv4_status::Cancelled, 1));
     assert!(err.message().contains("1 of 3"), "{}", err.message());
     // SAFETY: not used any more.
