@@ -49,8 +49,13 @@ mod tests {
 
     /// A cache with the layers of V4-Flash.
     fn flash(format: KvFormat) -> CacheLayout {
-        let kinds = (0..43).map(|i| match i {
-            0 | 1 => LayerKind::Window,
+        cache(43, LayerKind::Window, format)
+    }
+
+    /// A cache with `count` layers: two of kind `first`, then c4a and c128a in turns.
+    fn cache(count: usize, first: LayerKind, format: KvFormat) -> CacheLayout {
+        let kinds = (0..count).map(|i| match i {
+            0 | 1 => first,
             i if i % 2 == 0 => LayerKind::C4a,
             _ => LayerKind::C128a,
         });
@@ -65,6 +70,22 @@ mod tests {
 
     fn total(bytes: CacheBytes) -> u64 {
         bytes.window + bytes.state + bytes.pages
+    }
+
+    #[test]
+    fn the_published_sizes_at_a_million_tokens_come_out_to_the_byte() {
+        let pro = |format| cache(61, LayerKind::C128a, format);
+        for (layout, window_and_pages, per_token) in [
+            (pro(KvFormat::Bf16), 10_334_371_840, 9848.0), // 9.6246 GiB
+            (pro(KvFormat::Fp8), 5_280_404_480, 5031.4375), // 4.918 GiB
+            (flash(KvFormat::Bf16), 7_219_838_976, 6880.0), // 6.724 GiB
+            (flash(KvFormat::Fp8), 3_688_172_544, 3514.25), // 3.435 GiB
+        ] {
+            let bytes = layout.bytes(1 << 20);
+            assert_eq!(bytes.window + bytes.pages, window_and_pages);
+            let (entries, keys) = layout.block_bytes();
+            assert_eq!((entries + keys) as f64 / BLOCK_TOKENS as f64, per_token);
+        }
     }
 
     #[test]
