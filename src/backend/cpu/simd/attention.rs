@@ -179,8 +179,8 @@ impl Accumulate<'_> {
         let heads = self.fade.len();
         let stored = Values { at: self.v[keys.start * self.dim + d..].as_ptr(), stride: self.dim };
         // rows of values lie so far apart that they evict each other: the first heads leave a dense copy for the others
-        let dense = Values { at: packed.as_ptr(), stride: N * V::LANES };
         let packed = packed.as_mut_ptr();
+        let dense = Values { at: packed.cast_const(), stride: N * V::LANES };
         for h in (0..heads).step_by(4) {
             // SAFETY: these heads exist; `packed` has room for the keys' columns and holds them from the second time on.
             unsafe {
