@@ -76,7 +76,7 @@ mod tests {
     fn the_published_sizes_at_a_million_tokens_come_out_to_the_byte() {
         let pro = |format| cache(61, LayerKind::C128a, format);
         for (layout, window_and_pages, per_token) in [
-            (pro(KvFormat::Bf16), 10_334_371_840, 9848.0), // 9.6246 GiB
+            (pro(KvFormat::Bf16), 10_334_371_840, 9848.0),  // 9.6246 GiB
             (pro(KvFormat::Fp8), 5_280_404_480, 5031.4375), // 4.918 GiB
             (flash(KvFormat::Bf16), 7_219_838_976, 6880.0), // 6.724 GiB
             (flash(KvFormat::Fp8), 3_688_172_544, 3514.25), // 3.435 GiB

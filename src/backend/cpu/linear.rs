@@ -270,7 +270,8 @@ impl Unit<'_, '_> {
                 Scales::None => 1.0,
             };
             let largest = (0..weight.cols / 128).map(tile_scale).fold(0.0, largest_power);
-            rows.factors = [E4M3_RESCALE * INPUT_UNSCALE, largest];
+            rows.factors = [E4M3_RESCALE, largest];
+            let input_scale = f64::from(simd.e4m3_exponent() as i32 - E4M3_PRODUCTS).exp2();
             let scaled = aligned(&mut worker.scaled, tokens * weight.cols);
             for (b, first_col) in (0..weight.cols).step_by(K_BLOCK).enumerate() {
                 let width = K_BLOCK.min(weight.cols - first_col);
@@ -279,7 +280,7 @@ impl Unit<'_, '_> {
                 let factors: [f32; K_BLOCK / 128] = std::array::from_fn(|i| {
                     let i = (first_col / 128 + i).min(weight.cols / 128 - 1);
                     // exact for powers of two; float64 so that the quotient's range cannot matter
-                    (f64::from(tile_scale(i)) / f64::from(largest) * INPUT_SCALE) as f32
+                    (f64::from(tile_scale(i)) / f64::from(largest) * input_scale) as f32
                 });
                 for (from, to) in from.chunks(width).zip(to.chunks_mut(width)) {
                     for ((from, to), factor) in from.chunks(128).zip(to.chunks_mut(128)).zip(factors) {
@@ -298,12 +299,11 @@ impl Unit<'_, '_> {
     }
 }
 
-/// What E4M3 inputs are multiplied by besides their tile's scale, so that products with codes that decode to `2^-120`
-/// times their value stay in the normal range; and the rest of the way back.
-const INPUT_SCALE: f64 = (1_u128 << 80) as f64;
-const INPUT_UNSCALE: f32 = 1.0 / (1_u128 << 80) as f32;
-/// Decoded E4M3 codes are `2^-120` of their value.
-const E4M3_RESCALE: f32 = (1_u128 << 120) as f32;
+/// Products with E4M3 weights are kept at two to the minus this times their value, far from both ends of the range: inputs
+/// are multiplied by what decoding lacks to that.
+const E4M3_PRODUCTS: i32 = 40;
+/// The way back.
+const E4M3_RESCALE: f32 = (1_u64 << E4M3_PRODUCTS) as f32;
 
 /// The largest power of two not above the finite magnitudes seen so far; 1 if there is none but zeros.
 fn largest_power(so_far: f32, scale: f32) -> f32 {

@@ -11,13 +11,31 @@ use super::vector::{E2M1_SCALED, E4M3_BITS, Vector};
 pub(super) struct Avx512(__m512);
 
 impl Avx512 {
-    /// The E4M3 code in the top byte of each dword, times `2^-120`.
+    /// The normal E4M3 code in the top byte of each dword, times `2^-56`. The exponent is raised in the same instruction
+    /// that masks, so that no float32 subnormals arise, for which these processors take a slow path.
     #[inline(always)]
     unsafe fn top_byte(codes: __m512i) -> Self {
         // SAFETY: AVX-512, by contract of the callers.
         unsafe {
-            let bits = _mm512_and_si512(_mm512_srai_epi32::<4>(codes), _mm512_set1_epi32(E4M3_BITS));
-            Self(_mm512_castsi512_ps(bits))
+            let (mask, raised) = (_mm512_set1_epi32(E4M3_BITS), _mm512_set1_epi32(64 << 23));
+            // (shifted & mask) | raised
+            Self(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xEA>(_mm512_srai_epi32::<4>(codes), mask, raised)))
+        }
+    }
+
+    /// As [`Self::top_byte`], for any code: subnormal ones have no implicit leading bit.
+    #[inline(always)]
+    unsafe fn any_top_byte(codes: __m512i) -> Self {
+        // SAFETY: AVX-512, by contract of the callers.
+        unsafe {
+            let bits = _mm512_srai_epi32::<4>(codes);
+            let subnormal = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x0780_0000));
+            let leading = _mm512_set1_epi32(65 << 23);
+            let mantissa = _mm512_or_si512(_mm512_and_si512(bits, _mm512_set1_epi32(0x0070_0000)), leading);
+            let magnitude = _mm512_sub_ps(_mm512_castsi512_ps(mantissa), _mm512_castsi512_ps(leading));
+            let sign = _mm512_and_si512(bits, _mm512_set1_epi32(i32::MIN));
+            let exact = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), sign));
+            Self(_mm512_mask_blend_ps(subnormal, Self::top_byte(codes).0, exact))
         }
     }
 
@@ -57,6 +75,7 @@ impl Avx512 {
 // SAFETY of every method: the processor has AVX-512 F and BW, and pointers are valid as said, by the trait's contract.
 impl Vector for Avx512 {
     const LANES: usize = 16;
+    const E4M3_EXPONENT: u32 = 56;
     /// The largest doubled code of each byte: `0xFE` for NaN alone.
     type Seen = __m512i;
 
@@ -139,6 +158,14 @@ impl Vector for Avx512 {
         unsafe {
             let codes = _mm512_loadu_si512(p.cast());
             *seen = _mm512_max_epu8(*seen, _mm512_add_epi8(codes, codes));
+            if _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78)) != 0 {
+                return [
+                    Self::any_top_byte(_mm512_slli_epi32::<24>(codes)),
+                    Self::any_top_byte(_mm512_slli_epi32::<16>(codes)),
+                    Self::any_top_byte(_mm512_slli_epi32::<8>(codes)),
+                    Self::any_top_byte(codes),
+                ];
+            }
             [
                 Self::top_byte(_mm512_slli_epi32::<24>(codes)),
                 Self::top_byte(_mm512_slli_epi32::<16>(codes)),
@@ -174,7 +201,7 @@ impl Vector for Avx512 {
     unsafe fn e4m3_values(p: *const u8) -> Self {
         unsafe {
             let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
-            let values = Self::top_byte(_mm512_slli_epi32::<24>(codes)).mul(Self::splat((1_u128 << 120) as f32));
+            let values = Self::any_top_byte(_mm512_slli_epi32::<24>(codes)).mul(Self::splat((1_u64 << 56) as f32));
             let nan = _mm512_set1_epi32(0x7F);
             let is_nan = _mm512_cmpeq_epi32_mask(_mm512_and_si512(codes, nan), nan);
             Self(_mm512_mask_blend_ps(is_nan, values.0, _mm512_set1_ps(f32::NAN)))

@@ -127,6 +127,15 @@ impl Simd {
         }
     }
 
+    /// Decoded E4M3 codes are their value times two to the minus this.
+    pub(in crate::backend::cpu) fn e4m3_exponent(self) -> u32 {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => avx512::Avx512::E4M3_EXPONENT,
+            _ => Portable::E4M3_EXPONENT,
+        }
+    }
+
     /// Runs `op` with the vectors of this level.
     fn dispatch<O: Op>(self, op: O) -> O::Output {
         match self.0 {

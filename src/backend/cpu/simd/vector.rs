@@ -11,6 +11,9 @@
 pub(super) trait Vector: Copy {
     /// float32 lanes: a multiple of 8, at most [`MAX_LANES`].
     const LANES: usize;
+    /// E4M3 codes decode to their value times two to the minus this: 120 makes a float32 with two operations a code, but
+    /// subnormal codes become subnormal; 56 avoids those at a price that depends on the instruction set.
+    const E4M3_EXPONENT: u32 = 120;
     /// Collects whether a NaN code was among the E4M3 groups decoded.
     type Seen: Copy;
 
@@ -36,7 +39,7 @@ pub(super) trait Vector: Copy {
 
     unsafe fn nothing_seen() -> Self::Seen;
     unsafe fn saw_nan(seen: Self::Seen) -> bool;
-    /// A group of E4M3 codes, each value times `2^-120`; NaN codes decode to a finite value and are reported by `seen`.
+    /// A group of E4M3 codes, each value times `2^-E4M3_EXPONENT`; NaN codes decode to a finite value and are reported by `seen`.
     unsafe fn e4m3(p: *const u8, seen: &mut Self::Seen) -> [Self; 4];
     /// A group of packed E2M1 codes times their E8M0 scales: `2 * LANES` bytes at `p`, `LANES / 8` at `scales`.
     unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4];
