@@ -1,6 +1,6 @@
 //! Vector kernels of the CPU backend, for the instruction set found at run time.
 //!
-//! Each kernel is written once over the [`Vector`] trait and compiled once per level. Invariant: every output element is
+//! Each kernel is written once over the `Vector` trait and compiled once per level. Invariant: every output element is
 //! one chain of operations in an order fixed by its own operands (ascending along the summed axis, a fixed number of
 //! lanes, one fixed reduction), so its bits depend on the level and on nothing else: not on how many rows, tokens,
 //! heads or keys a call has, nor on how they are split over threads. Levels may differ in the last bits.
