@@ -102,9 +102,10 @@ fn program(seed: u64, truth: &Truth, folder: &std::path::Path) {
     let mut runs: Vec<Run> = Vec::new();
     for step in 0..14 {
         let what = format!("seed {seed}, step {step}");
-        let action = if runs.is_empty() { 0 } else { rng.next(9) };
+        let action = if runs.is_empty() { 0 } else { rng.next(10) };
         if action == 0 && runs.len() < 4 {
-            if let Some(session) = allowed(Session::new(&engine, dsv4::SessionOptions { context: LONGEST }), &what) {
+            let options = dsv4::SessionOptions { context: LONGEST, rollback: [0, 0, 1, 4, 9][rng.next(5)] };
+            if let Some(session) = allowed(Session::new(&engine, options), &what) {
                 runs.push(Run { session, timeline: rng.next(truth.timelines.len()) });
             }
             continue;
@@ -127,6 +128,10 @@ fn program(seed: u64, truth: &Truth, folder: &std::path::Path) {
             }
             4 => {
                 allowed(runs[i].session.clear(), &what);
+            }
+            6 => {
+                let at = runs[i].session.position();
+                allowed(runs[i].session.truncate(at.saturating_sub(rng.next(10))), &what);
             }
             _ => {
                 let run = &mut runs[i];
@@ -277,6 +282,42 @@ fn a_growing_conversation_computes_what_is_new_plus_at_most_255_tokens() {
 }
 
 #[test]
+fn tokens_within_the_rollback_are_taken_back_without_computing() {
+    let folder = nano();
+    let engine = subject::engine_with(&folder, EngineOptions { checkpoints: CheckpointPolicy::None, ..options(64) });
+    let tokens = prompt(1, 400);
+    let truth = subject::all_logits(&engine, &tokens);
+    // across a c4a group, a c128a group and a block; after a prompt as well as after single tokens
+    for end in [3, 5, 127, 128, 129, 131, 256, 258, 260, 300] {
+        let mut session = Session::new(&engine, dsv4::SessionOptions { context: 1000, rollback: 6 }).unwrap();
+        session.feed(&tokens[..end]).unwrap();
+        for t in end..end + 6 {
+            session.feed(&tokens[t..=t]).unwrap();
+        }
+        let mut fork = session.fork().unwrap();
+        for back in [1, 2, 5, 6] {
+            let before = engine.cache_stats().computed_tokens;
+            session.truncate(end + 6 - back).unwrap();
+            assert_eq!(engine.cache_stats().computed_tokens, before, "{back} tokens back from {}", end + 6);
+            assert_eq!(session.logits().unwrap(), truth[end + 5 - back], "{back} tokens back from {}", end + 6);
+        }
+        // going on from there, by another way of cutting, gives what a cold session gives
+        session.feed(&tokens[end..end + 9]).unwrap();
+        assert_eq!(session.logits().unwrap(), truth[end + 8]);
+        fork.truncate(end + 3).unwrap();
+        fork.feed(&tokens[end + 3..end + 80]).unwrap();
+        assert_eq!(fork.logits().unwrap(), truth[end + 79]);
+        // one token further back than its logits are known: that one alone is computed
+        let mut session = Session::new(&engine, dsv4::SessionOptions { context: 1000, rollback: 6 }).unwrap();
+        session.feed(&tokens[..end + 5]).unwrap();
+        let before = engine.cache_stats().computed_tokens;
+        session.truncate(end).unwrap();
+        assert_eq!(engine.cache_stats().computed_tokens, before + 1);
+        assert_eq!(session.logits().unwrap(), truth[end - 1]);
+    }
+}
+
+#[test]
 fn exhaustion_names_the_counts_and_freeing_anything_lets_it_go_on() {
     let folder = nano();
     let probe = subject::session(&subject::engine_with(&folder, options(64)), 900);
@@ -286,7 +327,7 @@ fn exhaustion_names_the_counts_and_freeing_anything_lets_it_go_on() {
     first.feed(&prompt(1, 40)).unwrap();
     let mut others: Vec<Session> = Vec::new();
     let error = loop {
-        match Session::new(&engine, dsv4::SessionOptions { context: 900 }) {
+        match Session::new(&engine, dsv4::SessionOptions { context: 900, ..Default::default() }) {
             Ok(session) => others.push(session),
             Err(error) => break error,
         }

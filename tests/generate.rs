@@ -25,7 +25,7 @@ fn engine(chunk: usize) -> Arc<Engine> {
 }
 
 fn session(engine: &Arc<Engine>, context: usize) -> Session {
-    Session::new(engine, SessionOptions { context }).unwrap()
+    Session::new(engine, SessionOptions { context, ..Default::default() }).unwrap()
 }
 
 fn prompt(engine: &Engine, text: &str) -> Vec<TokenId> {
@@ -145,7 +145,7 @@ fn bad_tokens_and_contexts_are_named() {
     assert!(s.logits().is_none());
     assert!(s.generate(&mut greedy(), GenerateOptions::default()).is_err());
     s.feed(&[]).unwrap();
-    let error = Session::new(&engine, SessionOptions { context: 1 << 40 }).err().unwrap();
+    let error = Session::new(&engine, SessionOptions { context: 1 << 40, ..Default::default() }).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }
 

@@ -93,10 +93,10 @@ mod tests {
         let layout = flash(KvFormat::Fp8);
         let forecast = total(layout.bytes(65_536));
         let manager = CacheManager::new(layout, CacheOptions::PRIVATE, b"");
-        let mut cache = SequenceCache::new(&manager).unwrap();
+        let mut cache = SequenceCache::new(&manager, 0).unwrap();
         for _ in 0..256 {
             let staged = cache.stage(BLOCK_TOKENS).unwrap();
-            cache.commit(&staged);
+            cache.commit(staged);
         }
         let used = manager.stats().pool.used_bytes;
         assert_eq!(used, total(cache.bytes()), "what a sequence says it uses is what it took from the pool");

@@ -58,6 +58,8 @@ pub struct CacheStats {
     pub evictable_blocks: u64,
     /// Checkpoints in the prefix index.
     pub checkpoints: u64,
+    /// Tokens that went through the model, in all sessions.
+    pub computed_tokens: u64,
     /// Tokens that lookups asked for.
     pub lookup_tokens: u64,
     /// Of these, tokens that were reused instead of computed.
@@ -78,6 +80,7 @@ pub struct CacheStats {
 
 #[derive(Default)]
 struct Counters {
+    computed_tokens: AtomicU64,
     lookup_tokens: AtomicU64,
     hit_tokens: AtomicU64,
     ended_no_block: AtomicU64,
@@ -180,15 +183,18 @@ impl CacheManager {
 
     /// The longest reusable prefix of `tokens` behind `from`, at most `tokens.len()` long.
     pub fn lookup(&self, from: PrefixKey, tokens: &[u32]) -> Result<Hit> {
-        let hit = self.index().lookup(from, tokens)?;
-        count(&self.counters.lookup_tokens, tokens.len());
-        count(&self.counters.hit_tokens, hit.blocks.len() * BLOCK_TOKENS);
-        match hit.end {
+        self.index().lookup(from, tokens)
+    }
+
+    /// Counts a lookup of `asked` tokens, of which the session took `used` over.
+    pub fn count_lookup(&self, asked: usize, used: usize, end: LookupEnd) {
+        count(&self.counters.lookup_tokens, asked);
+        count(&self.counters.hit_tokens, used);
+        match end {
             LookupEnd::Complete => {}
             LookupEnd::NoBlock => count(&self.counters.ended_no_block, 1),
             LookupEnd::NoCheckpoint => count(&self.counters.ended_no_checkpoint, 1),
         }
-        Ok(hit)
     }
 
     /// Makes a full block findable; returns an equal one that is there already, to be used instead.
@@ -215,6 +221,11 @@ impl CacheManager {
         self.index().checkpoint(key)
     }
 
+    /// Counts tokens that went through the model.
+    pub fn count_computed(&self, tokens: usize) {
+        count(&self.counters.computed_tokens, tokens);
+    }
+
     /// Counts a fork.
     pub fn count_fork(&self) {
         count(&self.counters.forks, 1);
@@ -235,6 +246,7 @@ impl CacheManager {
             prefix_blocks: blocks as u64,
             evictable_blocks: index.evictable() as u64,
             checkpoints: checkpoints as u64,
+            computed_tokens: of(&self.counters.computed_tokens),
             lookup_tokens: of(&self.counters.lookup_tokens),
             hit_tokens: of(&self.counters.hit_tokens),
             ended_no_block: of(&self.counters.ended_no_block),

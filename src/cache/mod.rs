@@ -16,6 +16,7 @@ mod layout;
 mod manager;
 mod pool;
 mod prefix;
+mod rollback;
 mod sequence;
 mod state;
 

@@ -10,6 +10,7 @@ use crate::model::config::LayerKind;
 use super::block::Block;
 use super::layout::CacheLayout;
 use super::manager::CacheManager;
+use super::rollback::{Undo, UndoLog};
 use super::state::State;
 
 /// Native tokens per block-table entry, for all layers.
@@ -31,6 +32,7 @@ pub struct SequenceCache {
     manager: Arc<CacheManager>,
     blocks: Vec<Arc<Block>>,
     state: Arc<State>,
+    undo: UndoLog,
 }
 
 /// What one step adds to one layer, not yet part of the cache.
@@ -46,6 +48,10 @@ pub struct StagedLayer {
     pub main_state: Vec<f32>,
     /// Index compressor state after the step.
     pub index_state: Vec<f32>,
+    /// Main compressor states `[kept, main_state]` before each of the step's last tokens, see [`Staged::kept_from`].
+    pub main_before: Vec<f32>,
+    /// Index compressor states before them, `[kept, index_state]`.
+    pub index_before: Vec<f32>,
 }
 
 /// What one step adds to a sequence, not yet part of the cache.
@@ -56,20 +62,33 @@ pub struct Staged {
     pub count: usize,
     /// One entry a trunk layer.
     pub layers: Vec<StagedLayer>,
+    /// What takes the step's last tokens back.
+    undo: Option<Undo>,
+    /// How many those are.
+    kept: usize,
+}
+
+impl Staged {
+    /// The first token of the step that may be taken back: before it and each later one, the compressor states are
+    /// recorded.
+    pub fn kept_from(&self) -> usize {
+        self.count - self.kept
+    }
 }
 
 impl SequenceCache {
-    /// An empty sequence.
-    pub fn new(manager: &Arc<CacheManager>) -> Result<Self> {
+    /// An empty sequence whose last `rollback` tokens can always be taken back without computing.
+    pub fn new(manager: &Arc<CacheManager>, rollback: usize) -> Result<Self> {
         let state = Arc::new(State::new(manager)?);
-        Ok(Self { manager: Arc::clone(manager), blocks: Vec::new(), state })
+        Ok(Self { manager: Arc::clone(manager), blocks: Vec::new(), state, undo: UndoLog::new(rollback) })
     }
 
     /// A sequence that shares everything with this one; what either writes later it first copies.
     pub fn fork(&self) -> Result<Self> {
         let mut blocks = alloc::with_capacity("block table", self.blocks.len())?;
         blocks.extend(self.blocks.iter().map(Arc::clone));
-        Ok(Self { manager: Arc::clone(&self.manager), blocks, state: Arc::clone(&self.state) })
+        let undo = self.undo.fork()?;
+        Ok(Self { manager: Arc::clone(&self.manager), blocks, state: Arc::clone(&self.state), undo })
     }
 
     /// Tokens in the cache.
@@ -118,6 +137,7 @@ impl SequenceCache {
         self.blocks.truncate(self.len() / BLOCK_TOKENS);
         self.blocks.extend(blocks.iter().map(Arc::clone));
         self.state = state;
+        self.undo.clear();
         Ok(())
     }
 
@@ -125,6 +145,22 @@ impl SequenceCache {
     pub fn rewind(&mut self, state: Arc<State>) {
         self.blocks.truncate(state.position().div_ceil(BLOCK_TOKENS));
         self.state = state;
+        self.undo.clear();
+    }
+
+    /// Whether [`Self::roll_back`] can go to `position`.
+    pub fn can_roll_back(&self, position: usize) -> bool {
+        position < self.len() && self.undo.reaches(position)
+    }
+
+    /// Goes back to `position`, which [can be reached](Self::can_roll_back), from what its last tokens overwrote. On
+    /// error, which comes only where the state is shared and its copy has no room, nothing changes.
+    pub fn roll_back(&mut self, position: usize) -> Result<()> {
+        self.own_state()?;
+        let state = Arc::get_mut(&mut self.state).expect("just made our own");
+        self.undo.roll_back(self.manager.layout(), state, position);
+        self.blocks.truncate(position.div_ceil(BLOCK_TOKENS));
+        Ok(())
     }
 
     /// Makes sure that `count` more tokens have pages of their own, and stages a step of that many. On error the
@@ -135,11 +171,17 @@ impl SequenceCache {
         }
         let layout = self.manager.layout();
         let (start, row) = (self.len(), layout.row_bytes());
+        let kept = self.undo.limit().min(count);
+        let undo = (kept > 0).then(|| Undo::new(layout, start + count - kept, kept)).transpose()?;
+        self.undo.reserve()?;
         let mut layers = alloc::with_capacity("staged layers", layout.layers.len())?;
         for (i, l) in layout.layers.iter().enumerate() {
             let (main_state, index_state) = self.state.compressors(layout, i)?;
             let rows = alloc::zeroed("staged window rows", count * row)?;
-            let mut staged = StagedLayer { rows, main_state, index_state, ..Default::default() };
+            let main_before = alloc::with_capacity("rollback states", kept * l.main_state)?;
+            let index_before = alloc::with_capacity("rollback states", kept * l.index_state)?;
+            let mut staged =
+                StagedLayer { rows, main_state, index_state, main_before, index_before, ..Default::default() };
             if l.kind != LayerKind::Window {
                 let completed = (start + count) / l.kind.ratio() - start / l.kind.ratio();
                 staged.entries = alloc::with_capacity("staged entries", completed * row)?;
@@ -149,7 +191,7 @@ impl SequenceCache {
             }
             layers.push(staged);
         }
-        Ok(Staged { start, count, layers })
+        Ok(Staged { start, count, layers, undo, kept })
     }
 
     /// Has everything that `count` more tokens will write in pages that nobody else uses.
@@ -171,22 +213,48 @@ impl SequenceCache {
             *last = Arc::new(last.copy(&self.manager)?);
             self.manager.count_copy();
         }
-        if Arc::get_mut(&mut self.state).is_none() {
-            self.state = Arc::new(self.state.copy(&self.manager)?);
-        }
+        self.own_state()?;
         while self.blocks.len() < needed {
             self.blocks.push(Arc::new(Block::new(&self.manager)?));
         }
         Ok(())
     }
 
+    fn own_state(&mut self) -> Result<()> {
+        if Arc::get_mut(&mut self.state).is_none() {
+            self.state = Arc::new(self.state.copy(&self.manager)?);
+        }
+        Ok(())
+    }
+
     /// Takes a finished step over. `staged` comes from [`Self::stage`] with no other change in between.
-    pub fn commit(&mut self, staged: &Staged) {
+    pub fn commit(&mut self, mut staged: Staged) {
         let end = staged.start + staged.count;
+        if let Some(undo) = self.finish_undo(&mut staged) {
+            self.undo.push(undo, end);
+        }
         for (index, step) in staged.layers.iter().enumerate() {
             self.commit_layer(index, staged.start, step);
         }
         self.set_position(end);
+    }
+
+    /// The undo of a step that is about to be committed.
+    fn finish_undo(&self, staged: &mut Staged) -> Option<Undo> {
+        let mut undo = staged.undo.take()?;
+        let layout = self.manager.layout();
+        let end = staged.start + staged.count;
+        for position in end - staged.kept..end {
+            for layer in 0..layout.layers.len() {
+                // before the window is full, what lies in the slot is never read, whatever it is
+                let overwritten = position.saturating_sub(layout.window);
+                undo.keep_row(self.view(layer, staged).window_row(overwritten));
+            }
+        }
+        for (i, layer) in staged.layers.iter_mut().enumerate() {
+            undo.keep_states(i, layer);
+        }
+        Some(undo)
     }
 
     /// Takes over one layer of a step that ran only that layer; for [`crate::engine::research`].
@@ -227,6 +295,7 @@ impl SequenceCache {
             None => self.state = Arc::new(State::new(&self.manager)?),
         }
         self.blocks.clear();
+        self.undo.clear();
         Ok(())
     }
 

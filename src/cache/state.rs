@@ -104,10 +104,20 @@ impl State {
         let (row, window) = (layout.row_bytes(), layout.window);
         let count = rows.len() / row;
         for i in count.saturating_sub(window)..count {
-            let slot = (start + i) % window;
-            let page = self.layers[layer].ring[slot / WIDE_ROWS].bytes_mut();
-            page[slot % WIDE_ROWS * row..][..row].copy_from_slice(&rows[i * row..(i + 1) * row]);
+            self.set_window_row(layout, layer, start + i, &rows[i * row..(i + 1) * row]);
         }
+        self.set_compressors(layer, main, index);
+    }
+
+    /// Writes the encoded window row of `position` where it belongs in the ring.
+    pub(super) fn set_window_row(&mut self, layout: &CacheLayout, layer: usize, position: usize, bytes: &[u8]) {
+        let slot = position % layout.window;
+        let page = self.layers[layer].ring[slot / WIDE_ROWS].bytes_mut();
+        page[slot % WIDE_ROWS * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// Sets the main and index compressor state of `layer`.
+    pub(super) fn set_compressors(&mut self, layer: usize, main: &[f32], index: &[f32]) {
         store(&mut self.layers[layer].main, main);
         store(&mut self.layers[layer].index, index);
     }

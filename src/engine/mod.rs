@@ -80,9 +80,9 @@ impl Engine {
         self.cpu.simd.level().name()
     }
 
-    /// An empty cache for one sequence.
-    pub(crate) fn new_cache(&self) -> Result<SequenceCache> {
-        SequenceCache::new(&self.cache)
+    /// An empty cache for one sequence whose last `rollback` tokens can be taken back.
+    pub(crate) fn new_cache(&self, rollback: usize) -> Result<SequenceCache> {
+        SequenceCache::new(&self.cache, rollback)
     }
 
     /// The pages and prefixes that the engine's sessions share.
@@ -110,7 +110,8 @@ impl Engine {
         let trunk = self.trunk(Rounding::from(self.options.numerics));
         let logits = self.cpu.pool.enter(|| trunk.step(&mut segments, rows, between, &mut Probe::off()))?;
         let [Segment { staged, .. }] = segments;
-        cache.commit(&staged);
+        cache.commit(staged);
+        self.cache.count_computed(tokens.len());
         Ok(logits)
     }
 

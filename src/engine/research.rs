@@ -36,7 +36,7 @@ impl Lab {
     fn with(engine: &Arc<Engine>, rounding: Rounding, format: KvFormat) -> Result<Self> {
         let layout = CacheLayout::new(engine.model().config(), format);
         let manager = CacheManager::new(layout, CacheOptions::PRIVATE, b"");
-        let layers = (0..engine.model().config().num_hidden_layers).map(|_| SequenceCache::new(&manager));
+        let layers = (0..engine.model().config().num_hidden_layers).map(|_| SequenceCache::new(&manager, 0));
         Ok(Self { engine: Arc::clone(engine), rounding, format, layers: layers.collect::<Result<_>>()?, manager })
     }
 
@@ -74,8 +74,8 @@ impl Lab {
     /// Final streams to logits of every row.
     pub fn head(&self, streams: &[f32], ids: &[u32], probe: &mut Probe) -> Result<Vec<f32>> {
         let trunk = self.engine.trunk(self.rounding);
-        let cache = SequenceCache::new(&self.manager)?;
-        let mut empty = SequenceCache::new(&self.manager)?;
+        let cache = SequenceCache::new(&self.manager, 0)?;
+        let mut empty = SequenceCache::new(&self.manager, 0)?;
         let segments = [Segment { cache: &cache, staged: empty.stage(ids.len())?, tokens: ids }];
         let step = trunk.context(&segments)?;
         trunk.head(streams, &step, LogitRows::All, probe)
@@ -152,7 +152,7 @@ pub fn trace(engine: &Arc<Engine>, ids: &[u32], chunk: usize) -> Result<Trace> {
         bail!(InvalidArgument, "token {i} has id {}; the vocabulary has {} ids", ids[i], c.vocab_size);
     }
     let trunk = engine.trunk(Rounding::from(engine.options().numerics));
-    let mut cache = engine.new_cache()?;
+    let mut cache = engine.new_cache(0)?;
     let mut trace = Trace { streams: vec![Vec::new(); c.num_hidden_layers], logits: Vec::new() };
     for tokens in ids.chunks(chunk) {
         let staged = cache.stage(tokens.len())?;
@@ -165,7 +165,7 @@ pub fn trace(engine: &Arc<Engine>, ids: &[u32], chunk: usize) -> Result<Trace> {
         }
         trace.logits.extend(trunk.head(&x, &step, LogitRows::All, &mut Probe::off())?);
         let [Segment { staged, .. }] = segments;
-        cache.commit(&staged);
+        cache.commit(staged);
     }
     Ok(trace)
 }

@@ -32,6 +32,10 @@ pub struct dsv4_session_options {
     /// Most tokens that the session can hold, prompt and output together; 0, the default, is the model's
     /// `max_position_embeddings`. Memory for the context is taken as it fills.
     pub context: u64,
+    /// Tokens that `dsv4_session_truncate` can always take back without computing, for callers that try tokens out; at
+    /// most 64. Each costs a copy of the compressor states and the logits (V4-Flash: about 2 MB). 0, the default: a
+    /// truncation goes back to a checkpoint and computes from there.
+    pub rollback: u64,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -41,7 +45,7 @@ unsafe impl SizedStruct for dsv4_session_options {
 
 impl Options for dsv4_session_options {
     fn defaults() -> Self {
-        Self { size: size_of::<Self>(), context: 0 }
+        Self { size: size_of::<Self>(), context: 0, rollback: 0 }
     }
 }
 
@@ -86,7 +90,7 @@ pub unsafe extern "C" fn dsv4_session_options_init_sized(options: *mut dsv4_sess
 /// Makes an empty session on `engine`. `options` may be NULL. `*out` receives the session, to be freed with
 /// `dsv4_session_free`.
 ///
-/// Errors: `INVALID_ARGUMENT` if the context is longer than the model's; `OUT_OF_MEMORY`.
+/// Errors: `INVALID_ARGUMENT` if the context is longer than the model's or `rollback` is above 64; `OUT_OF_MEMORY`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_session_new(
@@ -103,7 +107,11 @@ pub unsafe extern "C" fn dsv4_session_new(
         // SAFETY: as above.
         let options = unsafe { self::options(options) }?;
         out.check()?;
-        let session = Session::new(&engine, SessionOptions { context: count(options.context, "context")? })?;
+        let options = SessionOptions {
+            context: count(options.context, "context")?,
+            rollback: count(options.rollback, "rollback")?,
+        };
+        let session = Session::new(&engine, options)?;
         let cancel = session.cancel_token();
         out.give(dsv4_session { exclusive: Arc::new(Exclusive::new("the session", session)), cancel });
         Ok(())

@@ -6,6 +6,7 @@ pub mod eval;
 mod generate;
 mod stop;
 
+use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
@@ -27,6 +28,15 @@ pub struct SessionOptions {
     /// Most tokens the session can hold, prompt and output together; 0 takes the model's
     /// `max_position_embeddings`. Memory for the context is taken as it fills.
     pub context: usize,
+    /// Tokens that [`Session::truncate`] can always take back without computing, for callers that try tokens out; at
+    /// most [`SessionOptions::MAX_ROLLBACK`]. Each costs a copy of the compressor states and the logits
+    /// (V4-Flash: about 2 MB). With 0 a truncation goes back to a checkpoint and computes from there.
+    pub rollback: usize,
+}
+
+impl SessionOptions {
+    /// Most tokens of [`SessionOptions::rollback`].
+    pub const MAX_ROLLBACK: usize = 64;
 }
 
 /// How far a call to [`Session::feed_with`] has come.
@@ -59,6 +69,9 @@ pub struct Session {
     keys: Vec<PrefixKey>,
     /// The state at the end of the last prompt: what a truncation to there or beyond starts from.
     mark: Option<Arc<State>>,
+    /// Earlier logits and the positions they stand behind, oldest first: those that a rollback can need.
+    earlier: VecDeque<(usize, Vec<f32>)>,
+    rollback: usize,
     /// Tokens that were reused from other prompts instead of computed.
     reused: u64,
     cancel: CancelToken,
@@ -74,15 +87,20 @@ impl Session {
         if options.context > longest {
             bail!(InvalidArgument, "context is {}; the model's max_position_embeddings is {longest}", options.context);
         }
+        if options.rollback > SessionOptions::MAX_ROLLBACK {
+            bail!(InvalidArgument, "rollback is {}; at most {}", options.rollback, SessionOptions::MAX_ROLLBACK);
+        }
         let context = if options.context == 0 { longest } else { options.context };
         Ok(Self {
-            cache: engine.new_cache()?,
+            cache: engine.new_cache(options.rollback)?,
             engine: Arc::clone(engine),
             context,
             tokens: Vec::new(),
             logits: Vec::new(),
             keys: Vec::new(),
             mark: None,
+            earlier: VecDeque::new(),
+            rollback: options.rollback,
             reused: 0,
             cancel: CancelToken::new(),
         })
@@ -133,6 +151,9 @@ impl Session {
             );
         }
         alloc::reserve("session tokens", &mut self.tokens, tokens.len())?;
+        self.earlier
+            .try_reserve(1)
+            .map_err(|_| Error::out_of_memory("earlier logits", size_of::<Vec<f32>>() as u64))?;
         let mut done = if rows == LogitRows::Last { self.reuse(tokens)? } else { 0 };
         let end = self.position() + tokens.len() - done;
         while done < tokens.len() {
@@ -141,10 +162,10 @@ impl Session {
             let wanted = if rows == LogitRows::Last && !last { LogitRows::None } else { rows };
             let cancel = &self.cancel;
             let logits = self.engine.step(&mut self.cache, part, wanted, &mut |_| cancel.check())?;
+            // until the call is complete the session's logits would be those of an older token
+            self.retire_logits(part.len());
             self.tokens.extend_from_slice(part);
             done += part.len();
-            // until the call is complete the session's logits would be those of an older token
-            self.logits.clear();
             self.publish(end)?;
             if rows == LogitRows::All {
                 let first = self.position() - part.len();
@@ -173,15 +194,19 @@ impl Session {
             return Ok(0);
         }
         let from = self.keys.last().copied().unwrap_or(cache.root());
-        let hit = cache.lookup(from, &tokens[..tokens.len() - 1])?;
-        let Some(state) = hit.state else { return Ok(0) };
+        let asked = &tokens[..tokens.len() - 1];
+        let hit = cache.lookup(from, asked)?;
         let count = hit.blocks.len() * BLOCK_TOKENS;
-        alloc::reserve("session blocks", &mut self.keys, hit.keys.len())?;
-        self.cache.extend(&hit.blocks, state)?;
-        self.keys.extend_from_slice(&hit.keys);
-        self.tokens.extend_from_slice(&tokens[..count]);
-        self.logits.clear();
-        self.reused += count as u64;
+        if let Some(state) = hit.state {
+            alloc::reserve("session blocks", &mut self.keys, hit.keys.len())?;
+            self.cache.extend(&hit.blocks, state)?;
+            self.keys.extend_from_slice(&hit.keys);
+            self.tokens.extend_from_slice(&tokens[..count]);
+            self.forget_logits();
+            self.reused += count as u64;
+        }
+        // only now: a hit that was found but could not be taken over is none
+        self.engine.cache().count_lookup(asked.len(), count, hit.end);
         Ok(count)
     }
 
@@ -225,6 +250,24 @@ impl Session {
         Ok(())
     }
 
+    /// Puts the logits aside for a rollback, now that `fed` more tokens are about to follow them.
+    fn retire_logits(&mut self, fed: usize) {
+        let (position, oldest) = (self.position(), (self.position() + fed).saturating_sub(self.rollback));
+        while self.earlier.front().is_some_and(|&(position, _)| position < oldest) {
+            self.earlier.pop_front();
+        }
+        let logits = std::mem::take(&mut self.logits);
+        if !logits.is_empty() && position >= oldest && self.rollback > 0 {
+            self.earlier.push_back((position, logits));
+        }
+    }
+
+    /// Drops all logits: the session goes on from elsewhere.
+    fn forget_logits(&mut self) {
+        self.logits.clear();
+        self.earlier.clear();
+    }
+
     fn keep_last(&mut self, mut logits: Vec<f32>, vocab: usize) {
         let start = logits.len() - vocab;
         logits.drain(..start);
@@ -266,7 +309,7 @@ impl Session {
         self.cache.clear()?;
         self.tokens.clear();
         self.keys.clear();
-        self.logits.clear();
+        self.forget_logits();
         Ok(())
     }
 
@@ -285,13 +328,16 @@ impl Session {
             logits: alloc::copied("logits", &self.logits)?,
             keys: alloc::copied("session blocks", &self.keys)?,
             mark: self.mark.clone(),
+            earlier: self.copy_earlier()?,
+            rollback: self.rollback,
             reused: self.reused,
             cancel: CancelToken::new(),
         })
     }
 
-    /// Goes back to the first `position` tokens, exactly: starts from the nearest checkpoint at or below and computes
-    /// the rest again from the session's own tokens. Afterwards the logits are those behind token `position - 1`.
+    /// Goes back to the first `position` tokens, exactly. The last [`SessionOptions::rollback`] tokens, fed one at a time,
+    /// are taken back without computing; otherwise it starts from the nearest checkpoint at or below and computes the rest
+    /// again from the session's own tokens. Afterwards the logits are those behind token `position - 1`.
     ///
     /// # Errors
     /// `InvalidArgument` if the session is shorter; those of [`Session::feed`], after which the session holds a prefix
@@ -306,25 +352,58 @@ impl Session {
         if position == 0 {
             return self.clear();
         }
+        if self.roll_back(position)? {
+            return Ok(());
+        }
         // the last token is always computed, for its logits
-        let rest = match self.checkpoint_below(position) {
-            Some(state) => {
-                let start = state.position();
-                let rest = alloc::copied("session tokens", &self.tokens[start..position])?;
-                self.cache.rewind(state);
-                self.tokens.truncate(start);
-                self.keys.truncate(start / BLOCK_TOKENS);
-                self.logits.clear();
-                self.mark = self.mark.take().filter(|mark| mark.position() <= start);
-                rest
-            }
-            None => {
-                let rest = alloc::copied("session tokens", &self.tokens[..position])?;
-                self.clear()?;
-                rest
-            }
-        };
+        let rest = self.go_below(position)?;
         self.run(&rest, LogitRows::Last, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
+    }
+
+    /// Goes back to the nearest place below `position` that can be had without computing, and returns the tokens from
+    /// there to `position`.
+    fn go_below(&mut self, position: usize) -> Result<Vec<TokenId>> {
+        let checkpoint = self.checkpoint_below(position);
+        let undone = self.cache.can_roll_back(position - 1).then_some(position - 1);
+        let Some(start) = undone.or(checkpoint.as_ref().map(|state| state.position())) else {
+            let rest = alloc::copied("session tokens", &self.tokens[..position])?;
+            self.clear()?;
+            return Ok(rest);
+        };
+        let rest = alloc::copied("session tokens", &self.tokens[start..position])?;
+        match (undone, checkpoint) {
+            (None, Some(state)) => self.cache.rewind(state),
+            _ => self.cache.roll_back(start)?,
+        }
+        self.cut(start);
+        self.forget_logits();
+        Ok(rest)
+    }
+
+    /// Drops what the session knows of the tokens from `position` on.
+    fn cut(&mut self, position: usize) {
+        self.tokens.truncate(position);
+        self.keys.truncate(position / BLOCK_TOKENS);
+        self.mark = self.mark.take().filter(|mark| mark.position() <= position);
+    }
+
+    /// Goes back to `position` without computing, if its logits are at hand; otherwise changes nothing and says `false`.
+    fn roll_back(&mut self, position: usize) -> Result<bool> {
+        let known = self.earlier.iter().position(|&(p, _)| p == position);
+        let (Some(i), true) = (known, self.cache.can_roll_back(position)) else { return Ok(false) };
+        self.cache.roll_back(position)?;
+        self.logits = std::mem::take(&mut self.earlier[i].1);
+        self.earlier.truncate(i);
+        self.cut(position);
+        Ok(true)
+    }
+
+    fn copy_earlier(&self) -> Result<VecDeque<(usize, Vec<f32>)>> {
+        let mut copy = alloc::with_capacity("earlier logits", self.earlier.len())?;
+        for (position, logits) in &self.earlier {
+            copy.push((*position, alloc::copied("earlier logits", logits)?));
+        }
+        Ok(copy.into())
     }
 
     /// The checkpoint nearest below `position` that this session can go back to.

@@ -18,7 +18,7 @@ pub fn engine_with(folder: &Path, options: EngineOptions) -> Arc<Engine> {
 
 /// A session with room for `context` tokens.
 pub fn session(engine: &Arc<Engine>, context: usize) -> Session {
-    Session::new(engine, SessionOptions { context }).expect("a session")
+    Session::new(engine, SessionOptions { context, ..Default::default() }).expect("a session")
 }
 
 /// The session's logits.

@@ -73,7 +73,7 @@ pub(crate) struct ContextArgs {
 
 impl ContextArgs {
     pub(crate) fn session(&self, engine: &Arc<Engine>) -> Result<Session> {
-        Ok(Session::new(engine, SessionOptions { context: self.context })?)
+        Ok(Session::new(engine, SessionOptions { context: self.context, ..SessionOptions::default() })?)
     }
 }
 

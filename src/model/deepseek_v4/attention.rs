@@ -273,10 +273,12 @@ impl Trunk<'_> {
             let layout = segment.cache.layout();
             let rotations = step.entry_rotations(s, kind);
             let first_entry = segment.staged.start / ratio;
-            let StagedLayer { entries, keys, main_state, index_state, .. } = &mut segment.staged.layers[layer];
-            let (state, out) = match entry {
-                EntryKind::Main => (main_state, entries),
-                EntryKind::Index => (index_state, keys),
+            let kept_from = segment.staged.kept_from();
+            let StagedLayer { entries, keys, main_state, index_state, main_before, index_before, .. } =
+                &mut segment.staged.layers[layer];
+            let (state, before, out) = match entry {
+                EntryKind::Main => (main_state, main_before, entries),
+                EntryKind::Index => (index_state, index_before, keys),
             };
             let mut emit = |j: usize, values: &mut [f32]| {
                 store_bf16(values, self.rounding.bf16);
@@ -298,6 +300,9 @@ impl Trunk<'_> {
             };
             for (i, row) in (step.bounds[s]..step.bounds[s + 1]).enumerate() {
                 let position = segment.staged.start + i;
+                if i >= kept_from {
+                    before.extend_from_slice(state);
+                }
                 let u = &rows.u[row * width..(row + 1) * width];
                 let g = &rows.g[row * width..(row + 1) * width];
                 let ape = &ape[position % ratio * width..][..width];
