@@ -155,7 +155,7 @@ impl CacheManager {
     }
 
     /// Frees something that only the index holds; false if there is nothing.
-    fn evict(&self) -> bool {
+    pub fn evict(&self) -> bool {
         let mut index = self.index();
         if index.evict_block() {
             count(&self.counters.evicted_blocks, 1);

@@ -27,3 +27,6 @@ pub use pool::{Bucket, Page, PageId, PagePool, PoolUsage};
 pub use prefix::{Hit, LookupEnd, PrefixKey};
 pub use sequence::{BLOCK_TOKENS, CacheBytes, LayerView, SequenceCache, Staged, StagedLayer};
 pub use state::State;
+
+#[cfg(test)]
+mod scale_tests;

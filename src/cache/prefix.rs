@@ -4,7 +4,8 @@
 //! only there can a sequence go on. A hash finds a node and its stored tokens confirm it, so a collision cannot give a
 //! wrong hit. Eviction takes unused leaves in order of last use, so a parent never goes before its child.
 //!
-//! Complexity: lookup and insertion are a hash and a map access per block, eviction and touch a step in an ordered map.
+//! Complexity: lookup and insertion are a hash and a map access per block, eviction and touch a step in an ordered map, and
+//! passing over a leaf in use costs that once.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, HashMap};
@@ -174,8 +175,7 @@ impl PrefixIndex {
 
     /// Drops the leaf that was used longest ago and that no sequence uses; false if there is none.
     pub(super) fn evict_block(&mut self) -> bool {
-        let unused = |key: &PrefixKey| self.nodes.get(key).is_some_and(|n| Arc::strong_count(&n.block) == 1);
-        let Some(key) = self.leaves.values().copied().find(unused) else { return false };
+        let Some(key) = self.oldest_unused_leaf() else { return false };
         let Some(node) = self.nodes.remove(&key) else { return false };
         self.leaves.remove(&node.tick);
         if node.checkpoint.is_some() {
@@ -188,6 +188,18 @@ impl PrefixIndex {
             }
         }
         true
+    }
+
+    fn oldest_unused_leaf(&mut self) -> Option<PrefixKey> {
+        for _ in 0..self.leaves.len() {
+            let (_, &key) = self.leaves.first_key_value()?;
+            if self.nodes.get(&key).is_some_and(|n| Arc::strong_count(&n.block) == 1) {
+                return Some(key);
+            }
+            // in use is used now: it goes behind all others, so that the next search does not meet it
+            self.touch(key);
+        }
+        None
     }
 
     /// Blocks that no sequence uses: those that eviction can free sooner or later.

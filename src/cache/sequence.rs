@@ -83,6 +83,16 @@ impl SequenceCache {
         Ok(Self { manager: Arc::clone(manager), blocks: Vec::new(), state, undo: UndoLog::new(rollback) })
     }
 
+    /// A sequence of `tokens`, a multiple of 256, whose blocks are one and the same.
+    #[cfg(test)]
+    pub(super) fn synthetic(manager: &Arc<CacheManager>, tokens: usize) -> Result<Self> {
+        let mut cache = Self::new(manager, 0)?;
+        let block = Arc::new(Block::new(manager)?);
+        cache.blocks = vec![block; tokens / BLOCK_TOKENS];
+        cache.set_position(tokens);
+        Ok(cache)
+    }
+
     /// A sequence that shares everything with this one; what either writes later it first copies.
     pub fn fork(&self) -> Result<Self> {
         let mut blocks = alloc::with_capacity("block table", self.blocks.len())?;

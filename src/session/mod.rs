@@ -360,6 +360,19 @@ impl Session {
         self.run(&rest, LogitRows::Last, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
     }
 
+    /// Goes back to what the session has in common with `tokens`, and returns how many tokens that is; feed the rest of
+    /// `tokens` next. For conversations whose history is rendered anew each turn and may come out differently.
+    ///
+    /// # Errors
+    /// Those of [`Session::truncate`].
+    pub fn keep_common(&mut self, tokens: &[TokenId]) -> Result<usize> {
+        let common = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+        if common < self.position() {
+            self.truncate(common)?;
+        }
+        Ok(common)
+    }
+
     /// Goes back to the nearest place below `position` that can be had without computing, and returns the tokens from
     /// there to `position`.
     fn go_below(&mut self, position: usize) -> Result<Vec<TokenId>> {

@@ -177,10 +177,7 @@ impl Chat {
             return Ok(());
         }
         let interrupt = Interrupt::arm();
-        let known = if prompt.starts_with(self.session.tokens()) { self.session.position() } else { 0 };
-        if known == 0 {
-            self.session.clear()?;
-        }
+        let known = self.session.keep_common(&prompt)?;
         match feed(&mut self.session, &prompt[known..], &interrupt) {
             Err(Failure::Interrupted) => {
                 self.messages.pop();
