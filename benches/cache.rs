@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dsv4::cache::{
-    BLOCK_TOKENS, Block, CacheLayout, CacheManager, CacheOptions, CheckpointPolicy, KvFormat, LayerLayout, PrefixKey,
-    SequenceCache,
+    BLOCK_TOKENS, Block, CacheLayout, CacheManager, CacheOptions, Checkpoint, CheckpointPolicy, KvFormat, LayerLayout,
+    PrefixKey, SequenceCache,
 };
 use dsv4::model::config::LayerKind;
 
@@ -99,8 +99,9 @@ fn main() {
     println!("extension where each block evicts one: {evicting:.2} us a block");
 
     let mut sequence = SequenceCache::new(&full, 0).unwrap();
-    full.keep_checkpoint(million.key, &sequence.checkpoint());
-    let lookup = median(&mut || time(|| full.lookup(full.root(), &million.tokens).unwrap()));
+    full.keep_checkpoint(million.key, Checkpoint::new(sequence.checkpoint()));
+    let lookup =
+        median(&mut || time(|| full.lookup(full.root(), &[million.tokens.as_slice(), &[0]].concat()).unwrap()));
     println!("lookup: {lookup:.2} us a block");
 
     sequence.extend(&million.blocks, sequence.checkpoint()).unwrap();

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use common::golden::{self, Golden};
 use common::subject;
-use dsv4::cache::CheckpointPolicy;
+use dsv4::cache::{CacheLayout, CheckpointPolicy};
 use dsv4::{Engine, EngineOptions, ErrorKind, Session};
 
 /// Programs per run; `DSV4_CACHE_PROGRAMS` sets more.
@@ -222,7 +222,10 @@ fn the_same_prompt_again_computes_at_most_one_block() {
     // a prompt that is entirely cached and ends at a block's end still gives its logits
     let mut third = subject::session(&engine, 2000);
     third.feed(&tokens[..768]).unwrap();
-    assert!(third.reused_tokens() <= 512, "the last token is computed");
+    third.clear().unwrap();
+    let before = engine.cache_stats().computed_tokens;
+    third.feed(&tokens[..768]).unwrap();
+    assert_eq!(engine.cache_stats().computed_tokens, before, "everything was there, the logits too");
     let cold = subject::engine_with(&folder, EngineOptions { checkpoints: CheckpointPolicy::None, ..options(128) });
     assert_eq!(third.logits().unwrap(), subject::last_logits(&cold, &tokens[..768]));
 }
@@ -245,6 +248,145 @@ fn hits_equal_cold_runs_at_prefix_lengths_around_every_boundary() {
 }
 
 #[test]
+fn prompts_of_a_few_hundred_tokens_are_hits_too() {
+    let folder = nano();
+    let engine = subject::engine_with(&folder, options(64));
+    for (n, hit) in [(255, 0), (256, 256), (257, 256), (300, 256), (511, 256), (512, 512), (600, 512), (1000, 768)] {
+        let tokens = prompt(n, n);
+        let mut first = subject::session(&engine, 2000);
+        first.feed(&tokens).unwrap();
+        let mut second = subject::session(&engine, 2000);
+        second.feed(&tokens).unwrap();
+        assert_eq!(second.reused_tokens(), hit, "a prompt of {n}");
+        assert_eq!(second.logits(), first.logits());
+    }
+}
+
+#[test]
+fn every_position_that_is_stored_can_be_hit() {
+    let folder = nano();
+    for policy in [CheckpointPolicy::Boundary, CheckpointPolicy::Every(256), CheckpointPolicy::Every(512)] {
+        for chunk in [1, 100, 128, 256, 1000] {
+            let engine = subject::engine_with(&folder, EngineOptions { checkpoints: policy, ..options(chunk) });
+            let tokens = prompt(3, 600);
+            subject::session(&engine, 2000).feed(&tokens).unwrap();
+            let stored = engine.cache_stats().checkpoints;
+            assert_eq!(stored, if policy == CheckpointPolicy::Every(256) { 2 } else { 1 }, "{policy:?}");
+            for blocks in 1..=2 {
+                let mut longer = tokens[..blocks * 256].to_vec();
+                longer.push(1);
+                let mut session = subject::session(&engine, 2000);
+                session.feed(&longer).unwrap();
+                let want = if blocks == 1 && stored == 1 { 0 } else { blocks * 256 };
+                assert_eq!(session.reused_tokens(), want as u64, "{policy:?}, chunks of {chunk}, {blocks} blocks");
+            }
+        }
+    }
+}
+
+#[test]
+fn idle_sessions_cost_the_documented_constant_whatever_the_chunk() {
+    let folder = nano();
+    for chunk in [1, 128, 4096] {
+        let engine = subject::engine_with(&folder, options(chunk));
+        let sessions: Vec<Session> = (0..10).map(|_| subject::session(&engine, 2000)).collect();
+        let (window, states) = CacheLayout::new(engine.model().config(), engine.kv_format()).fixed_page_bytes();
+        assert_eq!(engine.cache_stats().pool.used_bytes, 10 * (window + states), "chunks of {chunk}");
+        drop(sessions);
+        assert_eq!(engine.cache_stats().pool.used_bytes, 0);
+    }
+}
+
+#[test]
+fn checkpoints_never_push_out_the_one_that_is_being_kept() {
+    let folder = nano();
+    let probe = subject::session(&subject::engine_with(&folder, options(256)), 2000);
+    let one = fixed(&probe) + 4 * probe.engine().model().config().vocab_size as u64;
+    for (limit, kept) in [(fixed(&probe) - 1, 0), (one, 1), (2 * one, 2)] {
+        let options = EngineOptions { checkpoint_bytes: limit, ..options(256) };
+        let engine = subject::engine_with(&folder, options);
+        for seed in 0..4 {
+            subject::session(&engine, 2000).feed(&prompt(seed, 300)).unwrap();
+            let mut again = subject::session(&engine, 2000);
+            again.feed(&prompt(seed, 300)).unwrap();
+            assert_eq!(again.reused_tokens(), if kept > 0 { 256 } else { 0 }, "limit {limit}, prompt {seed}");
+        }
+        let stats = engine.cache_stats();
+        assert_eq!(stats.checkpoints, kept, "limit {limit}");
+        assert_eq!(stats.evicted_checkpoints, if kept > 0 { 4 - kept } else { 0 }, "limit {limit}: no churn");
+    }
+}
+
+#[test]
+fn a_truncation_to_any_position_never_goes_on_from_a_stale_state() {
+    let folder = nano();
+    let engine = subject::engine_with(&folder, options(200));
+    let tokens = prompt(1, 520);
+    let truth = subject::all_logits(&engine, &tokens);
+    let mut session = subject::session(&engine, 2000);
+    for to in [519, 513, 512, 511, 385, 384, 383, 300, 257, 256, 255, 129, 128, 127, 5, 4, 3, 1] {
+        session.feed(&tokens[session.position()..]).unwrap();
+        session.truncate(to).unwrap();
+        assert_eq!(session.logits().unwrap(), truth[to - 1], "truncated to {to}");
+        session.feed(&tokens[to..to + 1]).unwrap();
+        assert_eq!(session.logits().unwrap(), truth[to], "one token behind {to}");
+    }
+}
+
+#[test]
+fn sessions_that_are_pushed_out_and_come_back_give_the_tokens_of_an_undisturbed_run() {
+    let folder = nano();
+    let probe = subject::session(&subject::engine_with(&folder, options(64)), 2000);
+    let tight = EngineOptions { cache_bytes: fixed(&probe) * 8, checkpoint_bytes: fixed(&probe) * 5, ..options(64) };
+    let engine = subject::engine_with(&folder, tight);
+    let roomy = subject::engine_with(&folder, options(64));
+    let greedy = |session: &Session| {
+        let logits = session.logits().unwrap();
+        (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a))).unwrap() as u32
+    };
+    let mut undisturbed: Vec<Session> = Vec::new();
+    let mut histories: Vec<Vec<u32>> = Vec::new();
+    for seed in 0..6 {
+        let mut session = subject::session(&roomy, 2000);
+        histories.push(prompt(seed, 250 + seed));
+        session.feed(&histories[seed]).unwrap();
+        undisturbed.push(session);
+    }
+    for turn in 0..12 {
+        for (i, history) in histories.iter_mut().enumerate() {
+            // the session comes back from what the cache still has, and leaves again; some come twice in a row
+            if turn % 3 == i % 3 {
+                subject::session(&engine, 2000).feed(history).unwrap();
+            }
+            let mut session = subject::session(&engine, 2000);
+            session.feed(history).unwrap();
+            for step in 0..7 {
+                let (token, want) = (greedy(&session), greedy(&undisturbed[i]));
+                assert_eq!(token, want, "session {i}, turn {turn}, step {step}");
+                session.feed(&[token]).unwrap();
+                undisturbed[i].feed(&[want]).unwrap();
+                history.push(token);
+            }
+        }
+    }
+    let stats = engine.cache_stats();
+    assert!(stats.evicted_blocks + stats.evicted_checkpoints > 0 && stats.hit_tokens > 0, "{stats:?}");
+}
+
+#[test]
+fn lossless_cache_formats_give_the_same_bits() {
+    let folder = nano();
+    let tokens = prompt(1, 400);
+    for numerics in [dsv4::Numerics::Reference, dsv4::Numerics::Served] {
+        let logits = [None, Some(dsv4::KvFormat::Bf16)].map(|kv_format| {
+            let engine = subject::engine_with(&folder, EngineOptions { numerics, kv_format, ..options(100) });
+            subject::last_logits(&engine, &tokens)
+        });
+        assert_eq!(logits[0], logits[1], "{numerics}");
+    }
+}
+
+#[test]
 fn a_shared_prompt_under_many_continuations_is_stored_once() {
     let folder = nano();
     let engine = subject::engine_with(&folder, options(256));
@@ -258,7 +400,7 @@ fn a_shared_prompt_under_many_continuations_is_stored_once() {
     }
     let stats = engine.cache_stats();
     assert_eq!(stats.prefix_blocks, 2, "{stats:?}");
-    assert_eq!(stats.hit_tokens, 19 * 256, "the last block of a prompt of 512 is computed for its logits: {stats:?}");
+    assert_eq!(stats.hit_tokens, 19 * 512, "{stats:?}");
 }
 
 #[test]
@@ -266,16 +408,28 @@ fn a_growing_conversation_computes_what_is_new_plus_at_most_255_tokens() {
     let folder = nano();
     let engine = subject::engine_with(&folder, options(256));
     let mut history: Vec<u32> = Vec::new();
+    let mut live = subject::session(&engine, 4000);
+    let computed = |session: &mut Session, tokens: &[u32]| {
+        let before = engine.cache_stats().computed_tokens;
+        session.feed(tokens).unwrap();
+        (engine.cache_stats().computed_tokens - before) as usize
+    };
     for turn in 0..20 {
         let before = history.len();
         history.extend(prompt(turn, 60 + turn));
         let mut session = subject::session(&engine, 4000);
-        session.feed(&history).unwrap();
-        let computed = history.len() - session.reused_tokens() as usize;
-        assert!(computed <= history.len() - before + 255, "turn {turn}: {computed} computed");
+        let fresh = computed(&mut session, &history);
+        assert!(fresh <= history.len() - before + 255, "turn {turn}: {fresh} computed");
+        assert_eq!(
+            computed(&mut live, &history[before..]),
+            history.len() - before,
+            "a live session computes what is new"
+        );
+        assert_eq!(live.logits(), session.logits(), "turn {turn}");
         // the answer, decoded token by token
         for t in prompt(100 + turn, 30) {
             session.feed(&[t]).unwrap();
+            live.feed(&[t]).unwrap();
             history.push(t);
         }
     }

@@ -11,6 +11,7 @@ use common::subject;
 use dsv4::{Engine, Markup, Model, Numerics};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Tolerances of the loss: EVALUATION.md's for the whole passage.
 const EXACT: f64 = 1e-4;
@@ -121,6 +122,24 @@ fn reference_divergence_is_that_of_another_order_of_sums() {
 }
 
 /// Greedy answers to the prompts at `distances`; all must be right.
+#[test]
+fn the_first_token_of_a_known_prompt_comes_three_times_sooner() {
+    let engine = subject::engine(&folder(), Numerics::Reference);
+    let tokens = passage();
+    let first_token = || {
+        let mut session = subject::session(&engine, 4096);
+        let start = Instant::now();
+        session.feed(&tokens[..4000]).expect("the passage is fed");
+        (start.elapsed(), session.logits().map(argmax), engine.cache_stats().computed_tokens)
+    };
+    let (cold, token, computed) = first_token();
+    let (known, same, in_all) = first_token();
+    eprintln!("4,000 tokens: {cold:?} cold, {known:?} when known, {} tokens computed again", in_all - computed);
+    assert_eq!(token, same);
+    assert!(in_all - computed <= 256);
+    assert!(known * 3 <= cold, "{known:?} against {cold:?}");
+}
+
 fn check_recall(numerics: Numerics, distances: &[u64]) {
     let engine = subject::engine(&folder(), numerics);
     let prompts = golden::json(&folder().join("recall.json"));

@@ -13,9 +13,8 @@ use crate::error::{Error, ErrorKind, Result};
 use super::block::Block;
 use super::layout::CacheLayout;
 use super::pool::{Bucket, Page, PagePool, PoolUsage};
-use super::prefix::{Hit, LookupEnd, PrefixIndex, PrefixKey};
+use super::prefix::{Checkpoint, Hit, LookupEnd, PrefixIndex, PrefixKey};
 use super::sequence::BLOCK_TOKENS;
-use super::state::State;
 
 /// Where checkpoints are kept, so that later prompts with the same beginning can start there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,7 +180,7 @@ impl CacheManager {
         )
     }
 
-    /// The longest reusable prefix of `tokens` behind `from`, at most `tokens.len()` long.
+    /// The longest reusable prefix of `tokens` behind `from`. If it is all of them, its checkpoint has the logits.
     pub fn lookup(&self, from: PrefixKey, tokens: &[u32]) -> Result<Hit> {
         self.index().lookup(from, tokens)
     }
@@ -202,22 +201,23 @@ impl CacheManager {
         self.index().insert(parent, tokens, block)
     }
 
-    /// Keeps `state` as the checkpoint at the end of block `key`, within the checkpoints' byte limit.
-    pub fn keep_checkpoint(&self, key: PrefixKey, state: &Arc<State>) {
+    /// Keeps `checkpoint` at the end of block `key`, within the checkpoints' byte limit.
+    pub fn keep_checkpoint(&self, key: PrefixKey, checkpoint: Checkpoint) {
         let (windows, states) = self.layout.fixed_page_bytes();
-        let size = windows + states;
-        if size > self.options.checkpoint_limit {
+        let (size, logits) = (windows + states, size_of_val(&*checkpoint.logits) as u64);
+        if size + logits > self.options.checkpoint_limit {
             return;
         }
         let mut index = self.index();
-        while (index.len().1 as u64 + 1) * size > self.options.checkpoint_limit && index.evict_checkpoint() {
+        let bytes = |index: &PrefixIndex| index.len().1 as u64 * size + index.logit_bytes();
+        while bytes(&index) + size + logits > self.options.checkpoint_limit && index.evict_checkpoint() {
             count(&self.counters.evicted_checkpoints, 1);
         }
-        index.add_checkpoint(key, state);
+        index.add_checkpoint(key, checkpoint);
     }
 
     /// The checkpoint at the end of block `key`, if it is kept.
-    pub fn checkpoint(&self, key: PrefixKey) -> Option<Arc<State>> {
+    pub fn checkpoint(&self, key: PrefixKey) -> Option<Checkpoint> {
         self.index().checkpoint(key)
     }
 

@@ -24,7 +24,7 @@ pub use block::Block;
 pub use layout::{CacheLayout, KvFormat, LayerLayout};
 pub use manager::{CacheManager, CacheOptions, CacheStats, CheckpointPolicy};
 pub use pool::{Bucket, Page, PageId, PagePool, PoolUsage};
-pub use prefix::{Hit, LookupEnd, PrefixKey};
+pub use prefix::{Checkpoint, Hit, LookupEnd, PrefixKey};
 pub use sequence::{BLOCK_TOKENS, CacheBytes, LayerView, SequenceCache, Staged, StagedLayer};
 pub use state::State;
 

@@ -60,16 +60,36 @@ pub struct Hit {
     /// Their keys.
     pub keys: Vec<PrefixKey>,
     /// The checkpoint at their end; `None` if there is none at all.
-    pub state: Option<Arc<State>>,
+    pub checkpoint: Option<Checkpoint>,
     /// Why it went no further.
     pub end: LookupEnd,
+}
+
+/// A place in a prefix where a sequence can go on.
+#[derive(Clone)]
+pub struct Checkpoint {
+    /// The state behind the prefix.
+    pub state: Arc<State>,
+    /// Logits `[vocab]` behind its last token; empty if nobody asked for them. A prompt that ends here needs them.
+    pub logits: Arc<[f32]>,
+}
+
+impl Checkpoint {
+    /// A checkpoint for prompts that go on behind it.
+    pub fn new(state: Arc<State>) -> Self {
+        Self { state, logits: Arc::default() }
+    }
+
+    fn logit_bytes(&self) -> u64 {
+        size_of_val(&*self.logits) as u64
+    }
 }
 
 struct Node {
     parent: PrefixKey,
     tokens: Vec<u32>,
     block: Arc<Block>,
-    checkpoint: Option<Arc<State>>,
+    checkpoint: Option<Checkpoint>,
     children: u32,
     /// Time of last use; its place in `leaves` and `checkpoints`.
     tick: u64,
@@ -83,6 +103,8 @@ pub(super) struct PrefixIndex {
     leaves: BTreeMap<u64, PrefixKey>,
     /// Nodes with a checkpoint by last use.
     checkpoints: BTreeMap<u64, PrefixKey>,
+    /// Bytes of the checkpoints' logits.
+    logit_bytes: u64,
     clock: u64,
 }
 
@@ -92,13 +114,19 @@ impl PrefixIndex {
         (self.nodes.len(), self.checkpoints.len())
     }
 
-    /// The longest reusable run of blocks of `tokens` behind `from`: whole blocks that end at a checkpoint.
+    /// Bytes of the logits that checkpoints hold.
+    pub(super) fn logit_bytes(&self) -> u64 {
+        self.logit_bytes
+    }
+
+    /// The longest reusable run of blocks of `tokens` behind `from`: whole blocks that end at a checkpoint. If they are
+    /// all of `tokens`, the checkpoint has logits.
     pub(super) fn lookup(&mut self, from: PrefixKey, tokens: &[u32]) -> Result<Hit> {
-        let whole = tokens.len() / BLOCK_TOKENS;
+        let (asked, whole) = (tokens.len(), tokens.len() / BLOCK_TOKENS);
         let mut hit = Hit {
             blocks: alloc::with_capacity("prefix hit", whole)?,
             keys: alloc::with_capacity("prefix hit", whole)?,
-            state: None,
+            checkpoint: None,
             end: LookupEnd::Complete,
         };
         let (mut key, mut usable) = (from, 0);
@@ -110,9 +138,10 @@ impl PrefixIndex {
             };
             hit.blocks.push(Arc::clone(&node.block));
             hit.keys.push(key);
-            if let Some(state) = &node.checkpoint {
+            let goes_on = hit.blocks.len() * BLOCK_TOKENS < asked;
+            if let Some(checkpoint) = node.checkpoint.as_ref().filter(|c| goes_on || !c.logits.is_empty()) {
                 usable = hit.blocks.len();
-                hit.state = Some(Arc::clone(state));
+                hit.checkpoint = Some(checkpoint.clone());
             }
         }
         if usable < hit.blocks.len() {
@@ -152,24 +181,27 @@ impl PrefixIndex {
         Ok(None)
     }
 
-    /// Keeps `state` at the end of block `key`, if that is in the index and has none.
-    pub(super) fn add_checkpoint(&mut self, key: PrefixKey, state: &Arc<State>) {
-        let Some(node) = self.nodes.get_mut(&key).filter(|n| n.checkpoint.is_none()) else { return };
-        node.checkpoint = Some(Arc::clone(state));
+    /// Keeps `checkpoint` at the end of block `key`, if that is in the index and has none, or one without logits.
+    pub(super) fn add_checkpoint(&mut self, key: PrefixKey, checkpoint: Checkpoint) {
+        let Some(node) = self.nodes.get_mut(&key) else { return };
+        if node.checkpoint.as_ref().is_some_and(|known| !known.logits.is_empty() || checkpoint.logits.is_empty()) {
+            return;
+        }
+        self.logit_bytes += checkpoint.logit_bytes();
+        node.checkpoint = Some(checkpoint);
         self.checkpoints.insert(node.tick, key);
     }
 
     /// The checkpoint at the end of block `key`.
-    pub(super) fn checkpoint(&self, key: PrefixKey) -> Option<Arc<State>> {
+    pub(super) fn checkpoint(&self, key: PrefixKey) -> Option<Checkpoint> {
         self.nodes.get(&key)?.checkpoint.clone()
     }
 
     /// Drops the checkpoint that was used longest ago; false if there is none.
     pub(super) fn evict_checkpoint(&mut self) -> bool {
         let Some((_, key)) = self.checkpoints.pop_first() else { return false };
-        if let Some(node) = self.nodes.get_mut(&key) {
-            node.checkpoint = None;
-        }
+        let dropped = self.nodes.get_mut(&key).and_then(|node| node.checkpoint.take());
+        self.logit_bytes -= dropped.map_or(0, |checkpoint| checkpoint.logit_bytes());
         true
     }
 
@@ -178,8 +210,9 @@ impl PrefixIndex {
         let Some(key) = self.oldest_unused_leaf() else { return false };
         let Some(node) = self.nodes.remove(&key) else { return false };
         self.leaves.remove(&node.tick);
-        if node.checkpoint.is_some() {
+        if let Some(checkpoint) = &node.checkpoint {
             self.checkpoints.remove(&node.tick);
+            self.logit_bytes -= checkpoint.logit_bytes();
         }
         if let Some(parent) = self.nodes.get_mut(&node.parent) {
             parent.children -= 1;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use crate::TokenId;
 use crate::alloc;
-use crate::cache::{BLOCK_TOKENS, CacheBytes, CheckpointPolicy, PrefixKey, SequenceCache, State};
+use crate::cache::{BLOCK_TOKENS, CacheBytes, Checkpoint, CheckpointPolicy, PrefixKey, SequenceCache, State};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
@@ -166,7 +166,6 @@ impl Session {
             self.retire_logits(part.len());
             self.tokens.extend_from_slice(part);
             done += part.len();
-            self.publish(end)?;
             if rows == LogitRows::All {
                 let first = self.position() - part.len();
                 for (i, row) in logits.chunks_exact(vocab).enumerate() {
@@ -176,6 +175,7 @@ impl Session {
             if last {
                 self.keep_last(logits, vocab);
             }
+            self.publish(end)?;
             if progress(Progress { done, total: tokens.len() }).is_break() && !last {
                 return Err(cancelled(done, tokens.len()));
             }
@@ -186,27 +186,28 @@ impl Session {
         Ok(())
     }
 
-    /// Takes over what the cache has of `tokens`, all but the last, whose logits must be computed. Returns how many.
+    /// Takes over what the cache has of `tokens`, and the logits if that is all of them. Returns how many it has.
     fn reuse(&mut self, tokens: &[TokenId]) -> Result<usize> {
         let cache = self.engine.cache();
         let off = cache.options().policy == CheckpointPolicy::None;
-        if off || tokens.len() <= BLOCK_TOKENS || !self.position().is_multiple_of(BLOCK_TOKENS) {
+        if off || tokens.len() < BLOCK_TOKENS || !self.position().is_multiple_of(BLOCK_TOKENS) {
             return Ok(0);
         }
         let from = self.keys.last().copied().unwrap_or(cache.root());
-        let asked = &tokens[..tokens.len() - 1];
-        let hit = cache.lookup(from, asked)?;
+        let hit = cache.lookup(from, tokens)?;
         let count = hit.blocks.len() * BLOCK_TOKENS;
-        if let Some(state) = hit.state {
+        if let Some(checkpoint) = hit.checkpoint {
+            let logits = alloc::copied("logits", if count == tokens.len() { &checkpoint.logits } else { &[] })?;
             alloc::reserve("session blocks", &mut self.keys, hit.keys.len())?;
-            self.cache.extend(&hit.blocks, state)?;
+            self.cache.extend(&hit.blocks, checkpoint.state)?;
             self.keys.extend_from_slice(&hit.keys);
             self.tokens.extend_from_slice(&tokens[..count]);
             self.forget_logits();
+            self.logits = logits;
             self.reused += count as u64;
         }
         // only now: a hit that was found but could not be taken over is none
-        self.engine.cache().count_lookup(asked.len(), count, hit.end);
+        self.engine.cache().count_lookup(tokens.len(), count, hit.end);
         Ok(count)
     }
 
@@ -215,7 +216,7 @@ impl Session {
         let position = self.position();
         let stop = match self.engine.cache().options().policy {
             CheckpointPolicy::None => end,
-            CheckpointPolicy::Boundary => last_reusable(end),
+            CheckpointPolicy::Boundary => last_boundary(end),
             CheckpointPolicy::Every(n) => (position / n + 1) * n,
         };
         let stop = if stop > position { stop.min(end) } else { end };
@@ -241,11 +242,12 @@ impl Session {
         let position = self.position();
         let wanted = match cache.options().policy {
             CheckpointPolicy::None => false,
-            CheckpointPolicy::Boundary => position.is_multiple_of(BLOCK_TOKENS) && position >= last_reusable(end),
+            CheckpointPolicy::Boundary => position.is_multiple_of(BLOCK_TOKENS) && position >= last_boundary(end),
             CheckpointPolicy::Every(n) => position.is_multiple_of(n),
         };
         if let (true, Some(&key)) = (wanted, self.keys.last()) {
-            cache.keep_checkpoint(key, &self.cache.checkpoint());
+            let logits = alloc::copied("checkpoint logits", &self.logits)?.into();
+            cache.keep_checkpoint(key, Checkpoint { state: self.cache.checkpoint(), logits });
         }
         Ok(())
     }
@@ -403,11 +405,21 @@ impl Session {
     /// Goes back to `position` without computing, if its logits are at hand; otherwise changes nothing and says `false`.
     fn roll_back(&mut self, position: usize) -> Result<bool> {
         let known = self.earlier.iter().position(|&(p, _)| p == position);
-        let (Some(i), true) = (known, self.cache.can_roll_back(position)) else { return Ok(false) };
-        self.cache.roll_back(position)?;
-        self.logits = std::mem::take(&mut self.earlier[i].1);
-        self.earlier.truncate(i);
+        if let (Some(i), true) = (known, self.cache.can_roll_back(position)) {
+            self.cache.roll_back(position)?;
+            self.logits = std::mem::take(&mut self.earlier[i].1);
+            self.earlier.truncate(i);
+            self.cut(position);
+            return Ok(true);
+        }
+        let key = position.is_multiple_of(BLOCK_TOKENS).then(|| self.keys.get(position / BLOCK_TOKENS - 1)).flatten();
+        let checkpoint = key.and_then(|&key| self.engine.cache().checkpoint(key));
+        let Some(checkpoint) = checkpoint.filter(|kept| !kept.logits.is_empty()) else { return Ok(false) };
+        let logits = alloc::copied("logits", &checkpoint.logits)?;
+        self.cache.rewind(checkpoint.state);
         self.cut(position);
+        self.forget_logits();
+        self.logits = logits;
         Ok(true)
     }
 
@@ -423,8 +435,8 @@ impl Session {
     fn checkpoint_below(&self, position: usize) -> Option<Arc<State>> {
         let own = self.mark.iter().filter(|mark| mark.position() < position);
         let blocks = (position - 1) / BLOCK_TOKENS;
-        let kept =
-            self.keys[..blocks.min(self.keys.len())].iter().rev().find_map(|&key| self.engine.cache().checkpoint(key));
+        let keys = &self.keys[..blocks.min(self.keys.len())];
+        let kept = keys.iter().rev().find_map(|&key| self.engine.cache().checkpoint(key)).map(|kept| kept.state);
         own.cloned().chain(kept).max_by_key(|state| state.position())
     }
 
@@ -449,10 +461,9 @@ impl Session {
     }
 }
 
-/// The last block's end below `end`: where a second prompt that ends there as well can start, since its last token is
-/// always computed. A longer one starts at `end` itself, if that is a block's end.
-fn last_reusable(end: usize) -> usize {
-    end.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS
+/// The last block's end at or below `end`.
+fn last_boundary(end: usize) -> usize {
+    end / BLOCK_TOKENS * BLOCK_TOKENS
 }
 
 fn cancelled(done: usize, total: usize) -> Error {
