@@ -690,6 +690,10 @@ typedef struct dsv4_session_options {
     // Most tokens that the session can hold, prompt and output together; 0, the default, is the model's
     // `max_position_embeddings`. Memory for the context is taken as it fills.
     uint64_t context;
+    // Tokens that `dsv4_session_truncate` can always take back without computing, for callers that try tokens out; at
+    // most 64. Each costs a copy of the compressor states and the logits (V4-Flash: about 2 MB). 0, the default: a
+    // truncation goes back to a checkpoint and computes from there.
+    uint64_t rollback;
 } dsv4_session_options;
 
 // Told on the calling thread, after each chunk of a `dsv4_session_feed`, that `done` of its `total` tokens are in the
@@ -727,7 +731,7 @@ static inline void dsv4_session_options_init(dsv4_session_options *options)
 // Makes an empty session on `engine`. `options` may be NULL. `*out` receives the session, to be freed with
 // `dsv4_session_free`.
 //
-// Errors: `INVALID_ARGUMENT` if the context is longer than the model's; `OUT_OF_MEMORY`.
+// Errors: `INVALID_ARGUMENT` if the context is longer than the model's or `rollback` is above 64; `OUT_OF_MEMORY`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_new(const dsv4_engine *engine,
                              const dsv4_session_options *options,
@@ -1333,6 +1337,20 @@ typedef struct dsv4_plan {
     uint64_t state_bytes;
     // Pages of compressed entries and index keys of a full context, per session.
     uint64_t page_bytes;
+    // What a session takes when it is made, padding of pages included: its windows and states.
+    uint64_t session_bytes;
+    // What each further 256 tokens take.
+    uint64_t block_bytes;
+    // What each token of `dsv4_session_options.rollback` takes.
+    uint64_t rollback_token_bytes;
+    // Windows of the draft module's layers, per session; not part of the other figures.
+    uint64_t draft_window_bytes;
+    // The limit of the engine's cache that the next two are for.
+    uint64_t cache_bytes;
+    // Tokens of the longest session that fits under the limit alone.
+    uint64_t longest_context;
+    // Sessions of `context` tokens that fit under the limit together.
+    uint64_t sessions;
 } dsv4_plan;
 
 // What `model` takes on an engine with `engine_options`, and each session of `context` tokens (0 is the model's

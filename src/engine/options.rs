@@ -96,6 +96,11 @@ impl EngineOptions {
         })
     }
 
+    /// Most bytes of cache pages: those asked for, else a quarter of the machine's memory.
+    pub fn cache_limit(&self) -> u64 {
+        if self.cache_bytes == 0 { machine_memory() / 4 } else { self.cache_bytes }
+    }
+
     pub(super) fn validate(&self) -> Result<()> {
         if self.threads > Self::MAX_THREADS {
             bail!(InvalidArgument, "threads is {}; at most {}", self.threads, Self::MAX_THREADS);
@@ -119,7 +124,7 @@ impl EngineOptions {
     }
 
     pub(super) fn cache_options(&self) -> CacheOptions {
-        let limit = if self.cache_bytes == 0 { machine_memory() / 4 } else { self.cache_bytes };
+        let limit = self.cache_limit();
         let checkpoint_limit = if self.checkpoint_bytes == 0 { limit / 4 } else { self.checkpoint_bytes.min(limit) };
         CacheOptions { limit, checkpoint_limit, policy: self.checkpoints, poison: self.poison_cache }
     }

@@ -7,7 +7,7 @@ use super::engine::{self, dsv4_engine_options};
 use super::guard::guard;
 use super::model::dsv4_model;
 use super::status::{dsv4_error, dsv4_status};
-use crate::cache::CacheLayout;
+use crate::cache::CachePlan;
 use crate::engine::EngineOptions;
 use crate::error::{Result, bail};
 use crate::model::Model;
@@ -45,6 +45,20 @@ pub struct dsv4_plan {
     pub state_bytes: u64,
     /// Pages of compressed entries and index keys of a full context, per session.
     pub page_bytes: u64,
+    /// What a session takes when it is made, padding of pages included: its windows and states.
+    pub session_bytes: u64,
+    /// What each further 256 tokens take.
+    pub block_bytes: u64,
+    /// What each token of `dsv4_session_options.rollback` takes.
+    pub rollback_token_bytes: u64,
+    /// Windows of the draft module's layers, per session; not part of the other figures.
+    pub draft_window_bytes: u64,
+    /// The limit of the engine's cache that the next two are for.
+    pub cache_bytes: u64,
+    /// Tokens of the longest session that fits under the limit alone.
+    pub longest_context: u64,
+    /// Sessions of `context` tokens that fit under the limit together.
+    pub sessions: u64,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -90,7 +104,7 @@ fn make(model: &Model, options: &EngineOptions, context: usize) -> Result<dsv4_p
     let bytes = |wanted: &[Category]| {
         inventory.by_category.iter().filter(|(c, _)| wanted.contains(c)).map(|(_, share)| share.bytes).sum()
     };
-    let cache = CacheLayout::new(model.config(), options.kv_format()).bytes(context);
+    let cache = CachePlan::new(model.config(), options.kv_format(), context, options.cache_limit());
     Ok(dsv4_plan {
         size: size_of::<dsv4_plan>(),
         weight_bytes: inventory.total.bytes,
@@ -102,8 +116,15 @@ fn make(model: &Model, options: &EngineOptions, context: usize) -> Result<dsv4_p
         draft_bytes: bytes(&[Category::Draft]),
         unknown_bytes: bytes(&[Category::Other]),
         context: context as u64,
-        window_bytes: cache.window,
-        state_bytes: cache.state,
-        page_bytes: cache.pages,
+        window_bytes: cache.bytes.window,
+        state_bytes: cache.bytes.state,
+        page_bytes: cache.bytes.pages,
+        session_bytes: cache.sequence,
+        block_bytes: cache.block,
+        rollback_token_bytes: cache.rollback_token,
+        draft_window_bytes: cache.draft_windows,
+        cache_bytes: cache.limit,
+        longest_context: cache.longest_context as u64,
+        sessions: cache.sequences,
     })
 }

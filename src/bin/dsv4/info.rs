@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use dsv4::backend::cpu::simd::Simd;
 use dsv4::backend::cuda_devices;
-use dsv4::cache::{BLOCK_TOKENS, CacheLayout};
+use dsv4::cache::{BLOCK_TOKENS, CacheLayout, CachePlan};
 use dsv4::model::config::{Config, Draft, ExpertDtype, LayerKind};
 use dsv4::{KvFormat, Model, Numerics};
 use serde_json::{Value, json};
@@ -162,23 +162,27 @@ fn tokenizer(model: &Model) -> Value {
 fn memory(config: &Config, args: &Args) -> Value {
     let context = if args.context == 0 { config.max_position_embeddings } else { args.context };
     let layout = CacheLayout::new(config, args.kv);
-    let bytes = layout.bytes(context);
+    let plan = CachePlan::new(config, args.kv, context, 0);
     let (entries, keys) = layout.block_bytes();
     json!({
         "context": context,
         "kv_format": args.kv.name(),
         "cache": {
-            "window": bytes.window,
-            "states": bytes.state,
-            "pages": bytes.pages,
-            "total": bytes.window + bytes.state + bytes.pages,
+            "window": plan.bytes.window,
+            "pages": plan.bytes.pages,
+            "window_and_pages": plan.bytes.window + plan.bytes.pages,
+            "states": plan.bytes.state,
+            "draft_windows": plan.draft_windows,
+            "total": plan.bytes.window + plan.bytes.state + plan.bytes.pages,
         },
         "block": {
             "tokens": BLOCK_TOKENS,
             "entries": entries,
             "index_keys": keys,
-            "bytes_per_token": (entries + keys) as f64 / BLOCK_TOKENS as f64,
+            "bytes_per_token": plan.block as f64 / BLOCK_TOKENS as f64,
         },
+        "session_bytes": plan.sequence,
+        "rollback_token_bytes": plan.rollback_token,
         "row_bytes": layout.row_bytes(),
         "index_key_bytes": layout.key_bytes(),
     })
@@ -329,7 +333,12 @@ fn print_memory(m: &Value) -> Result {
         bytes(&m["block"]["entries"]),
         bytes(&m["block"]["index_keys"])
     ))?;
-    line(format_args!("  total                  {:>9}", bytes(&cache["total"])))
+    line(format_args!("  total                  {:>9}", bytes(&cache["total"])))?;
+    line(format_args!(
+        "  an empty session takes {} (padding included), a draft module's windows {} more",
+        bytes(&m["session_bytes"]),
+        bytes(&cache["draft_windows"])
+    ))
 }
 
 fn print_host() -> Result {
