@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::{E2M1_SCALED, E4M3_BITS, Vector};
+use super::vector::{E2M1_ORDER, E2M1_SCALED, E4M3_BITS, Vector};
 
 /// Eight lanes of a 256-bit register.
 #[derive(Clone, Copy)]
@@ -151,20 +151,23 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4] {
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
         unsafe {
-            // both halves of a register take the same block, one its low nibbles and one its high ones: table and codes
-            // are then broadcast loads, which cost no arithmetic
-            let table = E2M1_SCALED[usize::from(*scales)].as_ptr().cast::<__m128i>();
-            let low_bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table));
-            let high_bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.add(1)));
-            let pairs = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
-            let codes = _mm256_srlv_epi32(pairs, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-            let codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
-            let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
-            let [a, b] = Self::halves(_mm256_unpacklo_epi8(low, high));
-            let [c, d] = Self::halves(_mm256_unpackhi_epi8(low, high));
-            [a, b, c, d]
+            let a = E2M1_SCALED[usize::from(*scales)].as_ptr();
+            let b = E2M1_SCALED[usize::from(*scales.add(1))].as_ptr();
+            let low_bytes = _mm256_loadu2_m128i(b.cast(), a.cast());
+            let high_bytes = _mm256_loadu2_m128i(b.add(16).cast(), a.add(16).cast());
+            // the first two bytes of each dword, then the second two, so that interleaving leaves a dword's in one lane
+            let order = _mm256_broadcastsi128_si256(_mm_loadu_si128(E2M1_ORDER.as_ptr().cast()));
+            let codes = _mm256_shuffle_epi8(_mm256_loadu_si256(p.cast()), order);
+            let expand = |codes| {
+                let codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+                let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
+                (Self::halves(_mm256_unpacklo_epi8(low, high)), Self::halves(_mm256_unpackhi_epi8(low, high)))
+            };
+            let ([a, c], [e, g]) = expand(codes);
+            let ([b, d], [f, h]) = expand(_mm256_srli_epi16::<4>(codes));
+            [a, b, c, d, e, f, g, h]
         }
     }
 

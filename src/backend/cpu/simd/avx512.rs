@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 
 use super::avx2::sum4_of_eight;
-use super::vector::{E2M1_SCALED, E4M3_BITS, Vector};
+use super::vector::{E2M1_ORDER, E2M1_SCALED, E4M3_BITS, Vector};
 
 /// Sixteen lanes of a 512-bit register.
 #[derive(Clone, Copy)]
@@ -50,14 +50,14 @@ impl Avx512 {
         }
     }
 
-    /// 16 bytes at `a` in the two lower quarters, 16 bytes at `b` in the two upper ones.
+    /// 16 bytes at each of four places, one after another.
     #[inline(always)]
-    unsafe fn two_and_two(a: *const u8, b: *const u8) -> __m512i {
-        // SAFETY: AVX-512 and 16 bytes at both, by contract of the callers.
+    unsafe fn four(p: [*const u8; 4]) -> __m512i {
+        // SAFETY: AVX-512 and 16 bytes at each, by contract of the callers.
         unsafe {
-            let a = _mm256_broadcastsi128_si256(_mm_loadu_si128(a.cast()));
-            let b = _mm256_broadcastsi128_si256(_mm_loadu_si128(b.cast()));
-            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
+            let low = _mm256_loadu2_m128i(p[1].cast(), p[0].cast());
+            let high = _mm256_loadu2_m128i(p[3].cast(), p[2].cast());
+            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
         }
     }
 
@@ -176,19 +176,23 @@ impl Vector for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4] {
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
         unsafe {
-            let first = E2M1_SCALED[usize::from(*scales)].as_ptr();
-            let second = E2M1_SCALED[usize::from(*scales.add(1))].as_ptr();
-            let low_bytes = Self::two_and_two(first, second);
-            let high_bytes = Self::two_and_two(first.add(16), second.add(16));
-            let pairs = Self::two_and_two(p, p.add(16));
-            let shifts = _mm512_broadcast_i64x4(_mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-            let codes = _mm512_and_si512(_mm512_srlv_epi32(pairs, shifts), _mm512_set1_epi8(15));
-            let (low, high) = (_mm512_shuffle_epi8(low_bytes, codes), _mm512_shuffle_epi8(high_bytes, codes));
-            let [a, b] = Self::halves(_mm512_unpacklo_epi8(low, high));
-            let [c, d] = Self::halves(_mm512_unpackhi_epi8(low, high));
-            [a, b, c, d]
+            let table = |block: usize| E2M1_SCALED[usize::from(*scales.add(block))].as_ptr();
+            let tables = [table(0), table(1), table(2), table(3)];
+            let low_bytes = Self::four(tables);
+            let high_bytes = Self::four(tables.map(|t| t.add(16)));
+            // as for AVX2
+            let order = _mm512_broadcast_i32x4(_mm_loadu_si128(E2M1_ORDER.as_ptr().cast()));
+            let codes = _mm512_shuffle_epi8(_mm512_loadu_si512(p.cast()), order);
+            let expand = |codes| {
+                let codes = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+                let (low, high) = (_mm512_shuffle_epi8(low_bytes, codes), _mm512_shuffle_epi8(high_bytes, codes));
+                (Self::halves(_mm512_unpacklo_epi8(low, high)), Self::halves(_mm512_unpackhi_epi8(low, high)))
+            };
+            let ([a, c], [e, g]) = expand(codes);
+            let ([b, d], [f, h]) = expand(_mm512_srli_epi16::<4>(codes));
+            [a, b, c, d, e, f, g, h]
         }
     }
 

@@ -1,8 +1,8 @@
 //! Several tokens: a blocked product of a band of weight rows with a block of tokens.
 //!
 //! Rows are decoded to float32 once per block, `GROUP_ROWS` rows by `K_BLOCK` columns at a time, and then multiplied in
-//! register tiles of 3 rows by 4 tokens. An output's accumulator is a whole vector that is put aside between K blocks,
-//! so its chain is the very one of [`super::rows`].
+//! register tiles of 3 rows by 4 tokens. An output's accumulator is a whole vector that is put aside between K blocks
+//! (between groups, where those are summed apart), so its chain is the very one of [`super::rows`].
 
 use super::layout::K_BLOCK;
 use super::rows::{Bf16, Decode, E2m1, E4m3, F32, Rows, Storage, Tail, finish, group_values};
@@ -17,6 +17,8 @@ pub(in crate::backend::cpu) const TOKEN_BLOCK: usize = 64;
 
 const TILE_ROWS: usize = 3;
 const TILE_TOKENS: usize = 4;
+/// Vectors of a group that is summed apart.
+const APART_STEPS: usize = 8;
 /// Rows whose decoded K block stays in the first-level cache while the tokens pass.
 const NEAR_ROWS: usize = 2 * TILE_ROWS;
 
@@ -78,8 +80,9 @@ impl Op for Block<'_, '_> {
                         decode::<V>(&weights, first + row, cols.clone(), &mut decoded[row * K_BLOCK..][..width]);
                     }
                     let x = &x[b * x_stride + first_token * width..][..out.len() * width];
+                    let apart = weights.storage == Storage::E2m1;
                     let place =
-                        Place { first_row: first, rows: count, first_block: b == 0, last_block: b + 1 == blocks };
+                        Place { first_row: first, rows: count, first_block: b == 0, last_block: b + 1 == blocks, apart };
                     multiply::<V>(decoded, x, width, place, aside, out, weights.factors);
                 }
             }
@@ -94,6 +97,8 @@ struct Place {
     rows: usize,
     first_block: bool,
     last_block: bool,
+    /// Whether groups are summed apart; each is then [`APART_STEPS`] vectors.
+    apart: bool,
 }
 
 /// Decodes columns `cols` of `row`, padding included, to `out`.
@@ -248,6 +253,31 @@ impl Tile {
         }
     }
 
+    /// Continues the chains of the tile, which are in `aside` unless this is their `start`, by groups summed apart.
+    ///
+    /// # Safety
+    /// As [`Tile::accumulate`], `steps` a multiple of [`APART_STEPS`]; `aside` holds `R * T` vectors.
+    #[inline(always)]
+    unsafe fn accumulate_apart<V: Vector, const R: usize, const T: usize>(self, start: bool, aside: &mut [f32]) {
+        let vectors = aside.as_mut_ptr();
+        for first in (0..self.steps).step_by(APART_STEPS) {
+            // SAFETY: by contract.
+            unsafe {
+                let offset = first * V::LANES;
+                let group = Self { w: self.w.add(offset), x: self.x.add(offset), steps: APART_STEPS, ..self };
+                let mut sums = [[V::zero(); R]; T];
+                group.accumulate(&mut sums);
+                for t in 0..T {
+                    for r in 0..R {
+                        let chain = vectors.add((t * R + r) * V::LANES);
+                        let before = if start && first == 0 { V::zero() } else { V::load(chain) };
+                        before.add(sums[t][r]).store(chain);
+                    }
+                }
+            }
+        }
+    }
+
     /// One K block of a tile: fetches the accumulators, continues them, and puts them aside or finishes them.
     ///
     /// # Safety
@@ -262,15 +292,23 @@ impl Tile {
         assert!(aside.len() >= R * T * V::LANES);
         // SAFETY: `aside` was checked, the rest is the contract.
         unsafe {
+            if place.apart {
+                self.accumulate_apart::<V, R, T>(place.first_block, aside);
+                if !place.last_block {
+                    return;
+                }
+            }
             let mut sums = [[V::zero(); R]; T];
-            if !place.first_block {
+            if place.apart || !place.first_block {
                 for t in 0..T {
                     for r in 0..R {
                         sums[t][r] = V::load(aside.as_ptr().add((t * R + r) * V::LANES));
                     }
                 }
             }
-            self.accumulate(&mut sums);
+            if !place.apart {
+                self.accumulate(&mut sums);
+            }
             if place.last_block {
                 return reduce(&sums, write);
             }

@@ -16,7 +16,7 @@ pub(in crate::backend::cpu) enum Form {
     Bytes,
     /// Two to a dword: low halves, then high halves.
     Halves,
-    /// Packed nibbles: blocks of 32, low nibbles beside high ones; within them as byte interleaving leaves them.
+    /// Packed nibbles: each dword's eight one after another, whatever block of 32 it belongs to.
     Nibbles,
 }
 
@@ -27,7 +27,8 @@ impl Form {
             * match self {
                 Self::Plain => 1,
                 Self::Halves => 2,
-                Self::Bytes | Self::Nibbles => 4,
+                Self::Bytes => 4,
+                Self::Nibbles => 8,
             }
     }
 
@@ -37,19 +38,14 @@ impl Form {
             Self::Plain => c,
             Self::Halves => c % 2 * lanes + c / 2,
             Self::Bytes => c % 4 * lanes + c / 4,
-            Self::Nibbles => {
-                let (byte, nibble) = (c / 2, c % 2);
-                let (block, byte) = (byte / 16, byte % 16);
-                let vector = byte / 8 * 2 + byte % 2;
-                vector * lanes + (block * 2 + nibble) * 4 + byte % 8 / 2
-            }
+            Self::Nibbles => c % 8 * lanes + c / 8,
         }
     }
 }
 
 /// `order[slot]` = column of a group that belongs in `slot`; the first [`Form::group`] entries count.
-pub(in crate::backend::cpu) fn permutation(form: Form, lanes: usize) -> [u8; 64] {
-    let mut order = [0; 64];
+pub(in crate::backend::cpu) fn permutation(form: Form, lanes: usize) -> [u8; 128] {
+    let mut order = [0; 128];
     for c in 0..form.group(lanes) {
         order[form.slot(lanes, c)] = c as u8;
     }

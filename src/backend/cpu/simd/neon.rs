@@ -3,7 +3,7 @@
 
 use std::arch::aarch64::*;
 
-use super::vector::{E2M1_SCALED, E4M3_BITS, Vector};
+use super::vector::{E2M1_ORDER, E2M1_SCALED, E4M3_BITS, Vector};
 
 /// Eight lanes: 0 to 3 and 4 to 7.
 #[derive(Clone, Copy)]
@@ -39,6 +39,26 @@ unsafe fn e4m3_of_dwords(codes: uint32x4_t) -> float32x4_t {
         let nan = vdupq_n_u32(0x7F);
         let is_nan = vceqq_u32(vandq_u32(codes, nan), nan);
         vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(values), is_nan))
+    }
+}
+
+/// A block of 32 E2M1 codes times their scale: nibble `i` of each dword in vector `i`.
+#[inline(always)]
+unsafe fn e2m1_block(p: *const u8, scale: u8) -> [float32x4_t; 8] {
+    // SAFETY: NEON and 16 bytes at `p`, by contract of the callers.
+    unsafe {
+        let table = E2M1_SCALED[usize::from(scale)].as_ptr();
+        let (low_bytes, high_bytes) = (vld1q_u8(table), vld1q_u8(table.add(16)));
+        // the first two bytes of each dword, then the second two, so that interleaving leaves a dword's in one lane
+        let codes = vqtbl1q_u8(vld1q_u8(p), vld1q_u8(E2M1_ORDER.as_ptr()));
+        let (first, second) = (vandq_u8(codes, vdupq_n_u8(15)), vshrq_n_u8::<4>(codes));
+        let (low_a, high_a) = (vqtbl1q_u8(low_bytes, first), vqtbl1q_u8(high_bytes, first));
+        let (low_b, high_b) = (vqtbl1q_u8(low_bytes, second), vqtbl1q_u8(high_bytes, second));
+        let (a, b) = (vzip1q_u8(low_a, high_a), vzip1q_u8(low_b, high_b));
+        let (e, f) = (vzip2q_u8(low_a, high_a), vzip2q_u8(low_b, high_b));
+        let (a, b) = (vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b));
+        let (e, f) = (vreinterpretq_u32_u8(e), vreinterpretq_u32_u8(f));
+        [even(a), even(b), odd(a), odd(b), even(e), even(f), odd(e), odd(f)]
     }
 }
 
@@ -148,19 +168,19 @@ impl Vector for Neon {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4] {
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
         unsafe {
-            let table = E2M1_SCALED[usize::from(*scales)].as_ptr();
-            let (low_bytes, high_bytes) = (vld1q_u8(table), vld1q_u8(table.add(16)));
-            let pairs = vld1q_u8(p);
-            let (first, second) = (vandq_u8(pairs, vdupq_n_u8(15)), vshrq_n_u8::<4>(pairs));
-            let (low_a, high_a) = (vqtbl1q_u8(low_bytes, first), vqtbl1q_u8(high_bytes, first));
-            let (low_b, high_b) = (vqtbl1q_u8(low_bytes, second), vqtbl1q_u8(high_bytes, second));
-            let (a, b) = (vzip1q_u8(low_a, high_a), vzip1q_u8(low_b, high_b));
-            let (c, d) = (vzip2q_u8(low_a, high_a), vzip2q_u8(low_b, high_b));
-            let (a, b) = (vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b));
-            let (c, d) = (vreinterpretq_u32_u8(c), vreinterpretq_u32_u8(d));
-            [Self(even(a), even(b)), Self(odd(a), odd(b)), Self(even(c), even(d)), Self(odd(c), odd(d))]
+            let (a, b) = (e2m1_block(p, *scales), e2m1_block(p.add(16), *scales.add(1)));
+            [
+                Self(a[0], b[0]),
+                Self(a[1], b[1]),
+                Self(a[2], b[2]),
+                Self(a[3], b[3]),
+                Self(a[4], b[4]),
+                Self(a[5], b[5]),
+                Self(a[6], b[6]),
+                Self(a[7], b[7]),
+            ]
         }
     }
 

@@ -105,14 +105,13 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4] {
-        // SAFETY: 16 bytes at `p` and one scale, by contract.
-        let (codes, scale) = unsafe { (p.cast::<[u8; 16]>().read_unaligned(), *scales) };
-        let table = &E2M1_SCALED[usize::from(scale)];
-        std::array::from_fn(|vector| {
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
+        // SAFETY: 32 bytes at `p` and two scales, by contract.
+        let (dwords, scales) = unsafe { (p.cast::<[u32; 8]>().read_unaligned(), scales.cast::<[u8; 2]>().read()) };
+        std::array::from_fn(|nibble| {
             Self(std::array::from_fn(|lane| {
-                let code = codes[vector / 2 * 8 + lane % 4 * 2 + vector % 2];
-                let code = usize::from(if lane < 4 { code & 15 } else { code >> 4 });
+                let code = (u32::from_le(dwords[lane]) >> (4 * nibble) & 15) as usize;
+                let table = &E2M1_SCALED[usize::from(scales[lane / 4])];
                 bf16_value(u16::from_le_bytes([table[code], table[code + 16]]))
             }))
         })

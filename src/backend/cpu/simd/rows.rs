@@ -106,6 +106,8 @@ pub(super) trait Decode<V: Vector> {
     const BYTES: usize;
     /// Scale bytes of a group.
     const SCALES: usize;
+    /// Whether a group's products are summed before they join the chain, so that `super::digits` can do it in integers.
+    const APART: bool = false;
 
     /// # Safety
     /// As [`Vector`]: a group at `p`, `SCALES` bytes at `scales`.
@@ -130,12 +132,13 @@ impl<V: Vector> Decode<V> for E4m3 {
 }
 
 impl<V: Vector> Decode<V> for E2m1 {
-    type Values = [V; 4];
-    const BYTES: usize = 2 * V::LANES;
-    const SCALES: usize = V::LANES / 8;
+    type Values = [V; 8];
+    const BYTES: usize = 4 * V::LANES;
+    const SCALES: usize = V::LANES / 4;
+    const APART: bool = true;
 
     #[inline(always)]
-    unsafe fn decode(p: *const u8, scales: *const u8, _: &mut V::Seen) -> [V; 4] {
+    unsafe fn decode(p: *const u8, scales: *const u8, _: &mut V::Seen) -> [V; 8] {
         // SAFETY: the caller's contract is that of the method.
         unsafe { V::e2m1(p, scales) }
     }
@@ -168,13 +171,13 @@ impl<V: Vector> Decode<V> for F32 {
 /// A last, incomplete group filled up with zeros (E2M1: with scale 1).
 pub(super) struct Tail {
     pub bytes: [u8; 4 * MAX_LANES],
-    pub scales: [u8; MAX_LANES / 8],
+    pub scales: [u8; MAX_LANES / 4],
 }
 
 impl Tail {
     #[inline(always)]
     pub(super) fn new(bytes: &[u8], scales: &[u8]) -> Self {
-        let mut tail = Self { bytes: [0; 4 * MAX_LANES], scales: [127; MAX_LANES / 8] };
+        let mut tail = Self { bytes: [0; 4 * MAX_LANES], scales: [127; MAX_LANES / 4] };
         tail.bytes[..bytes.len()].copy_from_slice(bytes);
         tail.scales[..scales.len()].copy_from_slice(scales);
         tail
@@ -276,9 +279,11 @@ impl<V: Vector> Row<V> {
                 V::prefetch(self.data.wrapping_add(ahead));
             }
             let weights = D::decode(self.data, self.scales, &mut self.seen);
+            let mut sum = if D::APART { V::zero() } else { self.sum };
             for (i, w) in weights.as_ref().iter().enumerate() {
-                self.sum = w.mul_add(V::load(x.add(i * V::LANES)), self.sum);
+                sum = w.mul_add(V::load(x.add(i * V::LANES)), sum);
             }
+            self.sum = if D::APART { self.sum.add(sum) } else { sum };
             self.data = self.data.add(D::BYTES);
             self.scales = self.scales.add(D::SCALES);
             // keeps the compiler from interleaving the rows and spilling what it then holds of all four

@@ -1,8 +1,7 @@
 //! What a kernel may ask of an instruction set: a few float32 lanes, and the decoding of one group of stored weights.
 //!
-//! A *group* is `4 * LANES` stored bytes, one integer register (half of one for E2M1). It decodes to `LANES` to
-//! `4 * LANES` values in the order that is cheapest to make, which depends on the number of lanes alone (see
-//! [`super::layout`]).
+//! A *group* is `4 * LANES` stored bytes, one integer register. It decodes to `LANES` to `8 * LANES` values in an order
+//! that depends on the number of lanes alone (see [`super::layout`]).
 
 /// One vector of float32 lanes.
 ///
@@ -41,8 +40,8 @@ pub(super) trait Vector: Copy {
     unsafe fn saw_nan(seen: Self::Seen) -> bool;
     /// A group of E4M3 codes, each value times `2^-E4M3_EXPONENT`; NaN codes decode to a finite value and are reported by `seen`.
     unsafe fn e4m3(p: *const u8, seen: &mut Self::Seen) -> [Self; 4];
-    /// A group of packed E2M1 codes times their E8M0 scales: `2 * LANES` bytes at `p`, `LANES / 8` at `scales`.
-    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 4];
+    /// A group of packed E2M1 codes times their E8M0 scales: `4 * LANES` bytes at `p`, `LANES / 4` at `scales`.
+    unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8];
     /// A group of bfloat16 values.
     unsafe fn bf16(p: *const u8) -> [Self; 2];
 
@@ -98,6 +97,10 @@ pub(super) static E2M1_SCALED: [[u8; 32]; 256] = {
     }
     table
 };
+
+/// A block's bytes so that interleaving its low half with another block's, then its high half, leaves each dword's four
+/// bytes in one dword place of the four results.
+pub(super) static E2M1_ORDER: [u8; 16] = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15];
 
 /// `0x87F0_0000`: sign, low four exponent bits and high three mantissa bits of a float32, where an E4M3 code lands.
 pub(super) const E4M3_BITS: i32 = 0x87F0_0000_u32 as i32;
