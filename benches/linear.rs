@@ -11,6 +11,7 @@ use std::time::Instant;
 use dsv4::backend::cpu::Pool;
 use dsv4::backend::cpu::linear::{self, Job, Scratch};
 use dsv4::backend::cpu::simd::{self, Simd};
+use dsv4::tensor::format::e4m3_round_trip;
 use dsv4::tensor::{MatrixFormat, MatrixRef, Scales};
 use rayon::prelude::*;
 
@@ -67,10 +68,13 @@ struct Shape {
     tokens: usize,
     /// Matrices in one call.
     jobs: usize,
+    /// Whether inputs are rounded to E4M3.
+    quantised: bool,
 }
 
 fn shape(name: &'static str, format: MatrixFormat, rows: usize, cols: usize, tokens: usize, jobs: usize) -> Shape {
-    Shape { name, format, rows, cols, tokens, jobs }
+    let quantised = matches!(format, MatrixFormat::E4m3 | MatrixFormat::E2m1);
+    Shape { name, format, rows, cols, tokens, jobs, quantised }
 }
 
 fn decode_shapes() -> Vec<Shape> {
@@ -81,6 +85,7 @@ fn decode_shapes() -> Vec<Shape> {
         shape("E4M3 1024x4096", E4m3, 1024, 4096, 1, 1),
         shape("E2M1 12 of 2048x4096", E2m1, 2048, 4096, 1, 12),
         shape("E2M1 6 of 4096x2048", E2m1, 4096, 2048, 1, 6),
+        Shape { quantised: false, ..shape("E2M1 12 of 2048x4096 float", E2m1, 2048, 4096, 1, 12) },
         shape("BF16 8192x4096", Bf16, 8192, 4096, 1, 1),
         shape("F32 4096x4096", F32, 4096, 4096, 1, 1),
         shape("E4M3 4096x4096 x4", E4m3, 4096, 4096, 4, 1),
@@ -143,7 +148,10 @@ fn decode(shape: &Shape, pool: &rayon::ThreadPool, ours_pool: &Pool, simd: Simd,
         shape.rows * MatrixRef { rows: 1, ..Weights::new(&Shape { rows: 128, ..*shape }, 1).view(shape) }.row_bytes();
     let calls = (256usize << 20).div_ceil(bytes * shape.jobs);
     let weights: Vec<Weights> = (0..calls * shape.jobs).map(|i| Weights::new(shape, i as u64 + 1)).collect();
-    let inputs: Vec<Vec<f32>> = (0..shape.jobs).map(|i| floats(shape.tokens * shape.cols, i as u32)).collect();
+    let mut inputs: Vec<Vec<f32>> = (0..shape.jobs).map(|i| floats(shape.tokens * shape.cols, i as u32)).collect();
+    if shape.quantised {
+        inputs.iter_mut().for_each(|x| e4m3_round_trip(x, 128));
+    }
     let mut outputs = vec![vec![0.0; shape.tokens * shape.rows]; shape.jobs];
     let mut scratch = Scratch::default();
     let (mut plain, mut ours) = (Vec::new(), Vec::new());

@@ -14,6 +14,7 @@ use dsv4::backend::cpu::Pool;
 use dsv4::backend::cpu::linear::{self, Job, Scratch};
 use dsv4::backend::cpu::simd::Simd;
 use dsv4::model::weights::Matrix;
+use dsv4::tensor::format::e4m3_round_trip;
 
 /// Products that run in one parallel region, as a step has them.
 type Region<'a> = Vec<&'a Matrix>;
@@ -57,7 +58,9 @@ fn measure(name: &str, pool: &Pool, regions: &[Region<'_>], reps: usize) {
     let all: Vec<&Matrix> = regions.iter().flatten().copied().collect();
     let bytes: usize = all.iter().map(|m| m.byte_len()).sum();
     let widest = all.iter().map(|m| m.cols()).max().unwrap_or(0);
-    let input: Vec<f32> = (0..widest).map(|i| (i as f32 * 0.37).sin()).collect();
+    // as a step has it: rounded to E4M3
+    let mut input: Vec<f32> = (0..widest).map(|i| (i as f32 * 0.37).sin()).collect();
+    e4m3_round_trip(&mut input, 128);
     let mut scratch = Scratch::default();
     let (mut plain, mut ours) = (Vec::new(), Vec::new());
     let all_ready = all.iter().all(|m| m.ready().is_ok());

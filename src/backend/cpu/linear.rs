@@ -4,6 +4,9 @@
 //! tokens, the other jobs of the call, the number of threads, or how rows are split over them. Sums are float32, in an
 //! order that [`super::simd`] fixes. Nothing is rounded to bf16 here, and no activation is quantised: callers do both.
 //!
+//! One token whose values were rounded to E4M3, as quantised numerics do, meets E2M1 weights in integers: several times
+//! faster on some levels, same bits. It is recognised by its values, so callers need not say how an input came about.
+//!
 //! Inputs are first brought into the column order in which the weights decode (once per input and storage, however many
 //! jobs share it). For E4M3 the tile scales go into a copy of the input, made per band of 128 rows, with the largest
 //! scale of the band set apart so that scales of any size work. Inputs of E4M3 products must stay below `2^47`, and
@@ -11,7 +14,9 @@
 #![forbid(unsafe_code)]
 
 use super::Pool;
-use super::simd::{Block, Dots, Form, K_BLOCK, Rows, Simd, Storage, TOKEN_BLOCK, permutation, scale};
+use super::simd::{
+    Block, DIGIT_COLS, DigitDots, Digits, Dots, Form, K_BLOCK, Rows, Simd, Storage, TOKEN_BLOCK, permutation, scale,
+};
 use crate::error::{Error, Result, bail};
 use crate::tensor::format::e8m0_value;
 use crate::tensor::{MatrixFormat, MatrixRef, Scales};
@@ -40,6 +45,7 @@ impl<'a> Job<'a> {
 #[derive(Debug, Default)]
 pub struct Scratch {
     prepared: Vec<f32>,
+    digits: Vec<Digits>,
     workers: Vec<Worker>,
 }
 
@@ -59,35 +65,36 @@ pub fn run(pool: &Pool, simd: Simd, scratch: &mut Scratch, jobs: &mut [Job<'_>])
     let mut plans = Vec::new();
     reserve(&mut plans, jobs.len(), "the products of a step")?;
     let mut inputs: Vec<Input<'_>> = Vec::new();
-    let mut prepared_len = 0;
+    let (mut prepared_len, mut digits_len) = (0, 0);
     for job in jobs.iter() {
         let tokens = check(job)?;
         if tokens == 0 {
             continue;
         }
-        let input = Input::new(job, tokens, simd, prepared_len);
+        let input = Input::new(job, tokens, simd, prepared_len, digits_len);
         let known = inputs.iter().rev().find(|known| known.is_same(&input)).copied();
         plans.push(Plan { weight: job.weight, input: known.unwrap_or(input), tokens });
         if known.is_none() {
             reserve(&mut inputs, 1, "the inputs of a step")?;
             inputs.push(input);
             prepared_len += input.prepared_len().next_multiple_of(ALIGNED);
+            digits_len += input.digits;
         }
     }
 
     let threads = pool.threads();
     let bands = Bands::new(&plans, threads);
-    scratch.fit(&plans, prepared_len, threads, simd)?;
-    let Scratch { prepared, workers } = scratch;
-    let prepared = aligned(prepared, prepared_len);
-    prepare(pool, simd, &inputs, prepared, workers)?;
+    scratch.fit(&plans, prepared_len, digits_len, threads, simd)?;
+    let Scratch { prepared, digits, workers } = scratch;
+    let (prepared, digits) = (aligned(prepared, prepared_len), &mut digits[..digits_len]);
+    prepare(pool, simd, &inputs, prepared, digits, workers)?;
 
-    let prepared = &*prepared;
+    let (prepared, digits) = (&*prepared, &*digits);
     let outputs = jobs.iter_mut().filter(|job| !job.output.is_empty()).map(|job| &mut *job.output);
     let mut slices = bands.split_outputs(&plans, outputs)?;
     let mut units = bands.units(&plans, &mut slices)?;
     let workers = if bands.is_small(&plans) { &mut workers[..1] } else { &mut workers[..] };
-    pool.share(workers, &mut units, |unit, worker| unit.run(simd, prepared, worker));
+    pool.share(workers, &mut units, |unit, worker| unit.run(simd, prepared, digits, worker));
     Ok(())
 }
 
@@ -247,7 +254,7 @@ struct Unit<'u, 'o> {
 }
 
 impl Unit<'_, '_> {
-    fn run(&mut self, simd: Simd, prepared: &[f32], worker: &mut Worker) {
+    fn run(&mut self, simd: Simd, prepared: &[f32], digits: &[Digits], worker: &mut Worker) {
         let Plan { weight, input, tokens: all_tokens } = self.plan;
         let storage = self.plan.storage();
         let tokens = self.output.len();
@@ -292,7 +299,9 @@ impl Unit<'_, '_> {
         }
 
         if all_tokens == 1 && storage != Storage::E4m3Rounded {
-            return Dots { weights: rows, x, out: self.output[0] }.run(simd);
+            let dots = Dots { weights: rows, x, out: self.output[0] };
+            let digits = &digits[input.digits_offset..][..input.digits];
+            return if DigitDots::takes(digits) { DigitDots { dots, digits }.run(simd) } else { dots.run(simd) };
         }
         let scratch = aligned(&mut worker.block, Block::scratch(simd));
         Block { weights: rows, x, x_stride, first_token, out: self.output, scratch }.run(simd);
@@ -327,14 +336,19 @@ struct Input<'a> {
     padded: usize,
     form: Form,
     offset: usize,
+    /// How many [`Digits`] it takes as well, and where they start.
+    digits: usize,
+    digits_offset: usize,
 }
 
 impl<'a> Input<'a> {
-    fn new(job: &Job<'a>, tokens: usize, simd: Simd, offset: usize) -> Self {
+    fn new(job: &Job<'a>, tokens: usize, simd: Simd, offset: usize, digits_offset: usize) -> Self {
         let form = storage(&job.weight).form();
         let cols = job.weight.cols;
         let padded = cols.next_multiple_of(form.group(simd.lanes()));
-        Self { values: job.input, stride: job.input_stride, tokens, cols, padded, form, offset }
+        let in_digits = form == Form::Nibbles && tokens == 1 && simd.takes_digits();
+        let digits = if in_digits { cols.div_ceil(DIGIT_COLS) } else { 0 };
+        Self { values: job.input, stride: job.input_stride, tokens, cols, padded, form, offset, digits, digits_offset }
     }
 
     fn is_same(&self, other: &Self) -> bool {
@@ -367,12 +381,20 @@ struct Piece<'u> {
     width: usize,
     first_token: usize,
     out: &'u mut [f32],
+    digits: &'u mut [Digits],
 }
 
 /// Fills `prepared` with all inputs.
-fn prepare(pool: &Pool, simd: Simd, inputs: &[Input<'_>], prepared: &mut [f32], workers: &mut [Worker]) -> Result<()> {
+fn prepare(
+    pool: &Pool,
+    simd: Simd,
+    inputs: &[Input<'_>],
+    prepared: &mut [f32],
+    digits: &mut [Digits],
+    workers: &mut [Worker],
+) -> Result<()> {
     let mut pieces = Vec::new();
-    let mut rest = prepared;
+    let (mut rest, mut digits) = (prepared, digits);
     for input in inputs {
         let (mut own, after) = rest.split_at_mut(input.prepared_len().next_multiple_of(ALIGNED));
         rest = after;
@@ -383,24 +405,43 @@ fn prepare(pool: &Pool, simd: Simd, inputs: &[Input<'_>], prepared: &mut [f32], 
                 let (out, after) = own.split_at_mut(tokens * width);
                 own = after;
                 reserve(&mut pieces, 1, "the inputs of a step")?;
-                pieces.push(Piece { input: *input, first_col, width, first_token, out });
+                let in_digits = if input.digits > 0 { width.div_ceil(DIGIT_COLS) } else { 0 };
+                let (own_digits, after) = digits.split_at_mut(in_digits);
+                digits = after;
+                pieces.push(Piece { input: *input, first_col, width, first_token, out, digits: own_digits });
             }
         }
     }
     let small = inputs.iter().map(Input::prepared_len).sum::<usize>() < 64 << 10;
     let workers = if small { &mut workers[..1] } else { workers };
     pool.share(workers, &mut pieces, |piece, _| {
-        let Piece { input, first_col, width, first_token, out } = piece;
+        let Piece { input, first_col, width, first_token, out, digits } = piece;
         let group = input.form.group(simd.lanes());
         let order = permutation(input.form, simd.lanes());
         input.write(&order[..group], *first_col, *width, *first_token, out);
+        let columns = &input.values[..input.cols][*first_col..];
+        for (columns, digits) in columns.chunks(DIGIT_COLS).zip(digits.iter_mut()) {
+            digits.fill(simd, columns);
+        }
     });
     Ok(())
 }
 
 impl Scratch {
-    fn fit(&mut self, plans: &[Plan<'_>], prepared: usize, threads: usize, simd: Simd) -> Result<()> {
+    fn fit(
+        &mut self,
+        plans: &[Plan<'_>],
+        prepared: usize,
+        digits: usize,
+        threads: usize,
+        simd: Simd,
+    ) -> Result<()> {
         grow(&mut self.prepared, prepared, "prepared inputs")?;
+        if self.digits.len() < digits {
+            let more = digits - self.digits.len();
+            reserve(&mut self.digits, more, "inputs in digits")?;
+            self.digits.resize(digits, Digits::ZERO);
+        }
         let threads = threads.max(1);
         if self.workers.len() < threads {
             let more = threads - self.workers.len();

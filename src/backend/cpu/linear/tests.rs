@@ -1,6 +1,6 @@
 use super::*;
 use crate::error::ErrorKind;
-use crate::tensor::format::{E2M1, E4M3, bf16_value, round_bf16};
+use crate::tensor::format::{E2M1, E4M3, bf16_value, e4m3_round_trip, round_bf16};
 
 /// A generator of test data: xorshift, fixed seeds.
 struct Random(u64);
@@ -401,4 +401,38 @@ fn no_job_and_no_token_are_nothing_to_do() {
     let matrix = Matrix::random(Kind::F32, 4, 8, 0, &mut Random(7));
     run(&pool, Simd::detect(), &mut Scratch::default(), &mut []).unwrap();
     run(&pool, Simd::detect(), &mut Scratch::default(), &mut [Job::new(matrix.view(), &[], &mut [])]).unwrap();
+}
+
+/// One token after the other, and all of them, give the same bits, close to float64 sums.
+#[track_caller]
+fn assert_alone_as_together(pool: &Pool, simd: Simd, matrix: &Matrix, input: &[f32], what: &str) {
+    let many = product(pool, simd, matrix.view(), input);
+    matrix.assert_close(input, &many, what);
+    for (t, (input, many)) in input.chunks(matrix.cols).zip(many.chunks(matrix.rows)).enumerate() {
+        let one = product(pool, simd, matrix.view(), input);
+        assert_eq!(bits(&one), bits(many), "{} {what}, token {t}", simd.level());
+    }
+}
+
+#[test]
+fn quantised_tokens_give_the_same_bits_alone_as_among_others() {
+    let pool = pool(2);
+    let mut random = Random(8);
+    for simd in Simd::available() {
+        for (rows, cols) in [(37, 32), (7, 96), (130, 256), (5, 544), (16, 1056), (9, 2048), (33, 4096)] {
+            let matrix = Matrix::random(Kind::E2m1, rows, cols, 0, &mut random);
+            let mut input = random.floats(6 * cols);
+            for (t, x) in input.chunks_mut(cols).enumerate() {
+                // token 2 stays as it is, token 3 has magnitudes of all sizes, token 4 few that are not zero
+                match t {
+                    2 => continue,
+                    3 => x.iter_mut().for_each(|x| *x = x.powi(9)),
+                    4 => x.iter_mut().enumerate().for_each(|(i, x)| *x *= f32::from(u8::from(i % 71 == 3))),
+                    _ => {}
+                }
+                x.chunks_mut(128).for_each(|x| e4m3_round_trip(x, x.len()));
+            }
+            assert_alone_as_together(&pool, simd, &matrix, &input, "quantised");
+        }
+    }
 }

@@ -3,6 +3,7 @@
 
 use std::arch::x86_64::*;
 
+use super::digits::{Digits, Group, Integers};
 use super::vector::{E2M1_ORDER, E2M1_SCALED, E4M3_BITS, Vector};
 
 /// Eight lanes of a 256-bit register.
@@ -28,6 +29,20 @@ impl Avx2 {
             let low = _mm256_slli_epi32::<16>(pairs);
             let high = _mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF_0000_u32 as i32));
             [Self(_mm256_castsi256_ps(low)), Self(_mm256_castsi256_ps(high))]
+        }
+    }
+
+    /// The low nibbles' E2M1 values, given the bytes of their bfloat16s: those of bytes 0, 2, ... and 1, 3, ... of each
+    /// lower half of 16, then of each upper half.
+    #[inline(always)]
+    unsafe fn e2m1_codes(codes: __m256i, low_bytes: __m256i, high_bytes: __m256i) -> [Self; 4] {
+        // SAFETY: the instruction set, by contract of the callers.
+        unsafe {
+            let codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+            let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
+            let [a, b] = Self::halves(_mm256_unpacklo_epi8(low, high));
+            let [c, d] = Self::halves(_mm256_unpackhi_epi8(low, high));
+            [a, b, c, d]
         }
     }
 }
@@ -160,13 +175,8 @@ impl Vector for Avx2 {
             // the first two bytes of each dword, then the second two, so that interleaving leaves a dword's in one lane
             let order = _mm256_broadcastsi128_si256(_mm_loadu_si128(E2M1_ORDER.as_ptr().cast()));
             let codes = _mm256_shuffle_epi8(_mm256_loadu_si256(p.cast()), order);
-            let expand = |codes| {
-                let codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
-                let (low, high) = (_mm256_shuffle_epi8(low_bytes, codes), _mm256_shuffle_epi8(high_bytes, codes));
-                (Self::halves(_mm256_unpacklo_epi8(low, high)), Self::halves(_mm256_unpackhi_epi8(low, high)))
-            };
-            let ([a, c], [e, g]) = expand(codes);
-            let ([b, d], [f, h]) = expand(_mm256_srli_epi16::<4>(codes));
+            let [a, c, e, g] = Self::e2m1_codes(codes, low_bytes, high_bytes);
+            let [b, d, f, h] = Self::e2m1_codes(_mm256_srli_epi16::<4>(codes), low_bytes, high_bytes);
             [a, b, c, d, e, f, g, h]
         }
     }
@@ -197,5 +207,65 @@ impl Vector for Avx2 {
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
+
+impl Avx2 {
+    /// `sum` plus the integer sums of a group's lanes, eight products each, times their scales.
+    #[inline(always)]
+    unsafe fn add_lane_sums(sum: __m256, p: *const u8, x: &Group, scales: __m256) -> __m256 {
+        // SAFETY: AVX2 and 32 bytes at `p`, by contract of the callers.
+        unsafe {
+            // 2 w + 12 for each code
+            let table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+            let table = _mm256_broadcastsi128_si256(table);
+            let nibble = _mm256_set1_epi8(15);
+            let codes = _mm256_loadu_si256(p.cast());
+            let even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, nibble));
+            let odd = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble));
+            let fine = Self::pairs(even, &x.even[0], odd, &x.odd[0]);
+            let middle = Self::pairs(even, &x.even[1], odd, &x.odd[1]);
+            let coarse = Self::pairs(even, &x.even[2], odd, &x.odd[2]);
+            let fine = _mm256_madd_epi16(fine, _mm256_set1_epi16(1));
+            let fine = _mm256_sub_epi32(fine, _mm256_load_si256(x.excess.as_ptr().cast()));
+            let middle = _mm256_madd_epi16(middle, _mm256_set1_epi16(8));
+            let coarse = _mm256_madd_epi16(coarse, _mm256_set1_epi16(2048));
+            let sums = _mm256_add_epi32(fine, _mm256_add_epi32(middle, coarse));
+            _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scales, sum)
+        }
+    }
+
+    /// Weights of at most 24 times one digit, the four products of two bytes added: at most 12,288.
+    #[inline(always)]
+    unsafe fn pairs(even: __m256i, x_even: &[i8; 32], odd: __m256i, x_odd: &[i8; 32]) -> __m256i {
+        // SAFETY: AVX2, by contract of the callers; the digits are 32 aligned bytes of a `Group`.
+        unsafe {
+            let even = _mm256_maddubs_epi16(even, _mm256_load_si256(x_even.as_ptr().cast()));
+            let odd = _mm256_maddubs_epi16(odd, _mm256_load_si256(x_odd.as_ptr().cast()));
+            _mm256_add_epi16(even, odd)
+        }
+    }
+}
+
+// SAFETY: as for `Vector`.
+impl Integers for Avx2 {
+    #[inline(always)]
+    unsafe fn add_products(self, codes: *const u8, scales: *const u8, x: &Digits) -> Self {
+        unsafe {
+            // each scale byte to the top of a dword, shifted to where float32 has its exponent
+            let order = _mm256_setr_epi8(
+                -1, -1, -1, 0, -1, -1, -1, 2, -1, -1, -1, 4, -1, -1, -1, 6, -1, -1, -1, 1, -1, -1, -1, 3, -1, -1, -1, 5, -1,
+                -1, -1, 7,
+            );
+            let scales = _mm256_set1_epi64x(scales.cast::<i64>().read_unaligned());
+            let scales = _mm256_srli_epi32::<1>(_mm256_shuffle_epi8(scales, order));
+            let scales = _mm256_add_epi32(scales, _mm256_load_si256(x.exponents.as_ptr().cast()));
+            let scales = _mm256_castsi256_ps(scales);
+            let [a, b, c, d] = &x.groups;
+            let sum = Self::add_lane_sums(self.0, codes, a, _mm256_permute_ps::<0x00>(scales));
+            let sum = Self::add_lane_sums(sum, codes.add(32), b, _mm256_permute_ps::<0x55>(scales));
+            let sum = Self::add_lane_sums(sum, codes.add(64), c, _mm256_permute_ps::<0xAA>(scales));
+            Self(Self::add_lane_sums(sum, codes.add(96), d, _mm256_permute_ps::<0xFF>(scales)))
+        }
     }
 }

@@ -50,6 +50,20 @@ impl Avx512 {
         }
     }
 
+    /// The low nibbles' E2M1 values, given the bytes of their bfloat16s: those of bytes 0, 2, ... and 1, 3, ... of each
+    /// lower half of 16, then of each upper half.
+    #[inline(always)]
+    unsafe fn e2m1_codes(codes: __m512i, low_bytes: __m512i, high_bytes: __m512i) -> [Self; 4] {
+        // SAFETY: the instruction set, by contract of the callers.
+        unsafe {
+            let codes = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+            let (low, high) = (_mm512_shuffle_epi8(low_bytes, codes), _mm512_shuffle_epi8(high_bytes, codes));
+            let [a, b] = Self::halves(_mm512_unpacklo_epi8(low, high));
+            let [c, d] = Self::halves(_mm512_unpackhi_epi8(low, high));
+            [a, b, c, d]
+        }
+    }
+
     /// 16 bytes at each of four places, one after another.
     #[inline(always)]
     unsafe fn four(p: [*const u8; 4]) -> __m512i {
@@ -178,20 +192,16 @@ impl Vector for Avx512 {
     #[inline(always)]
     unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8] {
         unsafe {
-            let table = |block: usize| E2M1_SCALED[usize::from(*scales.add(block))].as_ptr();
-            let tables = [table(0), table(1), table(2), table(3)];
-            let low_bytes = Self::four(tables);
-            let high_bytes = Self::four(tables.map(|t| t.add(16)));
+            let [a, b, c, d] = scales.cast::<[u8; 4]>().read();
+            let (a, b) = (E2M1_SCALED[usize::from(a)].as_ptr(), E2M1_SCALED[usize::from(b)].as_ptr());
+            let (c, d) = (E2M1_SCALED[usize::from(c)].as_ptr(), E2M1_SCALED[usize::from(d)].as_ptr());
+            let low_bytes = Self::four([a, b, c, d]);
+            let high_bytes = Self::four([a.add(16), b.add(16), c.add(16), d.add(16)]);
             // as for AVX2
             let order = _mm512_broadcast_i32x4(_mm_loadu_si128(E2M1_ORDER.as_ptr().cast()));
             let codes = _mm512_shuffle_epi8(_mm512_loadu_si512(p.cast()), order);
-            let expand = |codes| {
-                let codes = _mm512_and_si512(codes, _mm512_set1_epi8(15));
-                let (low, high) = (_mm512_shuffle_epi8(low_bytes, codes), _mm512_shuffle_epi8(high_bytes, codes));
-                (Self::halves(_mm512_unpacklo_epi8(low, high)), Self::halves(_mm512_unpackhi_epi8(low, high)))
-            };
-            let ([a, c], [e, g]) = expand(codes);
-            let ([b, d], [f, h]) = expand(_mm512_srli_epi16::<4>(codes));
+            let [a, c, e, g] = Self::e2m1_codes(codes, low_bytes, high_bytes);
+            let [b, d, f, h] = Self::e2m1_codes(_mm512_srli_epi16::<4>(codes), low_bytes, high_bytes);
             [a, b, c, d, e, f, g, h]
         }
     }

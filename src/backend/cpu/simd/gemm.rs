@@ -4,6 +4,8 @@
 //! register tiles of 3 rows by 4 tokens. An output's accumulator is a whole vector that is put aside between K blocks
 //! (between groups, where those are summed apart), so its chain is the very one of [`super::rows`].
 
+use std::sync::atomic::{Ordering, compiler_fence};
+
 use super::layout::K_BLOCK;
 use super::rows::{Bf16, Decode, E2m1, E4m3, F32, Rows, Storage, Tail, finish, group_values};
 use super::vector::Vector;
@@ -249,6 +251,8 @@ impl Tile {
                 }
                 w = w.add(V::LANES);
                 x = x.add(V::LANES);
+                // keeps the compiler from loading ahead what it then spills
+                compiler_fence(Ordering::SeqCst);
             }
         }
     }

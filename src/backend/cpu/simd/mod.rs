@@ -19,6 +19,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod convert;
+mod digits;
 mod gemm;
 mod layout;
 #[cfg(target_arch = "aarch64")]
@@ -30,6 +31,7 @@ mod vector;
 pub use attention::{accumulate, exp, scores};
 pub(in crate::backend::cpu) use convert::scale;
 pub use convert::{bf16_to_f32, e4m3_to_f32};
+pub(in crate::backend::cpu) use digits::{DIGIT_COLS, DigitDots, Digits};
 pub(in crate::backend::cpu) use gemm::{Block, TOKEN_BLOCK};
 pub(in crate::backend::cpu) use layout::{Form, K_BLOCK, permutation};
 pub(in crate::backend::cpu) use rows::{Dots, Rows, Storage};

@@ -1,7 +1,8 @@
 //! The level every machine has: arrays of eight floats, which compilers turn into what the target offers.
 
+use super::digits::{Digits, Integers};
 use super::vector::{E2M1_SCALED, E4M3_BITS, Vector};
-use crate::tensor::format::{E4M3, bf16_value};
+use crate::tensor::format::{E2M1, E4M3, bf16_value, e8m0_value};
 
 /// Eight lanes in plain Rust.
 #[derive(Clone, Copy)]
@@ -138,4 +139,29 @@ impl Vector for Portable {
 
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
+}
+
+// SAFETY: as for `Vector`.
+impl Integers for Portable {
+    #[inline(always)]
+    unsafe fn add_products(self, codes: *const u8, scales: *const u8, x: &Digits) -> Self {
+        // SAFETY: 128 bytes and eight scales, by contract.
+        let (codes, scales) = unsafe { (codes.cast::<[[u8; 32]; 4]>().read(), scales.cast::<[u8; 8]>().read()) };
+        let (mut lanes, exponents) = (self.0, &x.exponents);
+        for (g, (codes, x)) in codes.iter().zip(&x.groups).enumerate() {
+            let integer = |digits: &[[i8; 32]; 3], i: usize| {
+                i32::from(digits[0][i]) + 8 * i32::from(digits[1][i]) + 2048 * i32::from(digits[2][i])
+            };
+            let twice = |code: u8| (2.0 * E2M1[usize::from(code)]) as i32;
+            for (lane, value) in lanes.iter_mut().enumerate() {
+                let products = (4 * lane..4 * lane + 4).map(|i| {
+                    twice(codes[i] & 15) * integer(&x.even, i) + twice(codes[i] >> 4) * integer(&x.odd, i)
+                });
+                let half = lane / 4;
+                let scale = e8m0_value(scales[2 * g + half]).to_bits() as i32 + exponents[4 * half + g];
+                *value += products.sum::<i32>() as f32 * f32::from_bits(scale as u32);
+            }
+        }
+        Self(lanes)
+    }
 }

@@ -196,10 +196,15 @@ pub(in crate::backend::cpu) struct Dots<'a> {
 impl Dots<'_> {
     /// Computes the band.
     pub(in crate::backend::cpu) fn run(self, simd: Simd) {
+        self.check(simd);
+        simd.dispatch(self);
+    }
+
+    /// Panics unless the slices have the sizes that the kernels rely on.
+    pub(super) fn check(&self, simd: Simd) {
         self.weights.check();
         assert_eq!(self.out.len(), self.weights.rows, "one output a row");
         assert_eq!(self.x.len(), self.weights.padded_cols(simd.lanes()), "prepared columns");
-        simd.dispatch(self);
     }
 }
 
@@ -307,7 +312,7 @@ impl<V: Vector> Row<V> {
 /// # Safety
 /// The processor has `V`; `rows` are bytes and scales of four whole rows, `x` has their padded columns.
 #[inline(always)]
-unsafe fn four_rows<V: Vector, D: Decode<V>>(
+pub(super) unsafe fn four_rows<V: Vector, D: Decode<V>>(
     rows: [(&[u8], &[u8]); ROWS],
     x: &[f32],
     factors: [f32; 2],

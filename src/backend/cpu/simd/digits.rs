@@ -1,0 +1,271 @@
+//! One token of quantised values: dot products with E2M1 weights in integers, faster than [`super::rows`], same bits.
+//!
+//! Values of an input that was rounded to E4M3 are integers below `2^18` times a power of two per 128 columns, and twice
+//! an E2M1 value is an integer of at most 12. The eight products of a lane within a block of 32 columns then have a sum
+//! that is exact both in 32-bit integers and, unless it exceeds 24 bits, in the float32 additions of the other kernels
+//! (which sum a group of E2M1 apart for this reason). Multiplied by the block's scale it joins the same chain.
+//!
+//! Bytes are what AVX2 multiplies fastest, so an integer is split into three signed digits, `fine + 8 * middle + 2048 *
+//! coarse`, and weights are taken as `2 w + 12`, which is not negative; what the 12 adds is known beforehand.
+//!
+//! [`Digits::fill`] tells which inputs qualify, and rows with scales far from 1 go the other way.
+
+use super::portable::Portable;
+use super::rows::{Dots, E2m1, Rows, finish, four_rows};
+use super::vector::Vector;
+use super::{Level, Op, Simd};
+
+/// Columns of one [`Digits`].
+pub(in crate::backend::cpu) const DIGIT_COLS: usize = 256;
+/// Bytes of E2M1 weights that meet one [`Digits`], and their scales.
+const BYTES: usize = DIGIT_COLS / 2;
+const SCALES: usize = DIGIT_COLS / 32;
+
+/// Columns that share a power of two.
+const POWER_COLS: usize = 128;
+/// Integers of a block whose largest magnitude is in `2^e ..` count in units of two to `e` minus this.
+const UNIT: i32 = 17;
+/// Exponents of the largest magnitude of a block that are taken, and scale bytes: no product leaves the normal range.
+const EXPONENTS: std::ops::RangeInclusive<i32> = -60..=60;
+const SCALE_BYTES: std::ops::RangeInclusive<u8> = 80..=188;
+
+/// 64 columns in digits.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(32))]
+pub(super) struct Group {
+    /// Fine, middle and coarse digits of the even columns, which meet low nibbles.
+    pub even: [[i8; 32]; 3],
+    /// Those of the odd columns.
+    pub odd: [[i8; 32]; 3],
+    /// 12 times the sum of the integers of columns `8 l .. 8 l + 8`.
+    pub excess: [i32; 8],
+}
+
+/// [`DIGIT_COLS`] columns of an input in digits.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(in crate::backend::cpu) struct Digits {
+    pub(super) groups: [Group; 4],
+    /// What to add to the bits of a float32 that is the block's weight scale, to have the scale of the integer sums;
+    /// blocks 0, 2, 4, 6, then 1, 3, 5, 7.
+    pub(super) exponents: [i32; 8],
+    is_exact: bool,
+}
+
+impl Digits {
+    /// All columns zero.
+    pub(in crate::backend::cpu) const ZERO: Self = {
+        let group = Group { even: [[0; 32]; 3], odd: [[0; 32]; 3], excess: [0; 8] };
+        Self { groups: [group; 4], exponents: [0; 8], is_exact: true }
+    };
+
+    /// Takes up to [`DIGIT_COLS`] columns, the missing ones being zero. Whether the integers stand for them exactly, and
+    /// their products sum to what float32 sums to, is kept for [`DigitDots::takes`].
+    pub(in crate::backend::cpu) fn fill(&mut self, simd: Simd, x: &[f32]) {
+        assert!(x.len() <= DIGIT_COLS, "{} columns", x.len());
+        simd.dispatch(Fill { digits: self, x });
+    }
+}
+
+struct Fill<'a> {
+    digits: &'a mut Digits,
+    x: &'a [f32],
+}
+
+impl Op for Fill<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) {
+        // plain loops that compilers vectorise
+        let Self { digits, x } = self;
+        let mut values = [0.0; DIGIT_COLS];
+        values[..x.len()].copy_from_slice(x);
+        let (blocks, _) = values.as_chunks::<POWER_COLS>();
+        let (groups, _) = digits.groups.as_chunks_mut::<2>();
+        digits.is_exact = true;
+        for (b, (block, groups)) in blocks.iter().zip(groups).enumerate() {
+            let Some((exponent, integers)) = to_integers(block) else {
+                digits.is_exact = false;
+                return;
+            };
+            for (group, integers) in groups.iter_mut().zip(integers.as_chunks::<64>().0) {
+                digits.is_exact &= split(integers, group);
+            }
+            // twice a weight is what is multiplied
+            let bits = (exponent - UNIT - 1) * (1 << 23);
+            digits.exponents[2 * b..2 * b + 2].fill(bits);
+            digits.exponents[4 + 2 * b..6 + 2 * b].fill(bits);
+        }
+    }
+}
+
+/// The integers that `block` is in units of `2^(exponent - UNIT)`, if it is.
+#[inline(always)]
+fn to_integers(block: &[f32; POWER_COLS]) -> Option<(i32, [i32; POWER_COLS])> {
+    let largest = block.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & 0x7FFF_FFFF));
+    let exponent = if largest == 0 { 0 } else { (largest >> 23) as i32 - 127 };
+    // no E4M3 value has more than three bits behind its first, and the digits have no room for more
+    if !EXPONENTS.contains(&exponent) || largest & 0x007F_FFFF > 0x0070_0000 {
+        return None;
+    }
+    let power = |e: i32| f32::from_bits(((127 + e) as u32) << 23);
+    let (per_unit, unit) = (power(UNIT - exponent), power(exponent - UNIT));
+    // added to a float below 2^22, this leaves its nearest integer in the low bits
+    const ROUND: f32 = (3 << 22) as f32;
+    let (mut integers, mut rest) = ([0; POWER_COLS], 0);
+    for (integer, &x) in integers.iter_mut().zip(block) {
+        let rounded = x * per_unit + ROUND;
+        *integer = rounded.to_bits() as i32 - ROUND.to_bits() as i32;
+        rest |= ((rounded - ROUND) * unit - x).to_bits();
+    }
+    (rest == 0).then_some((exponent, integers))
+}
+
+/// Splits 64 integers into digits. False if a lane's products may have a sum that float32 would round.
+#[inline(always)]
+fn split(integers: &[i32; 64], group: &mut Group) -> bool {
+    for i in 0..32 {
+        for (digits, integer) in [(&mut group.even, integers[2 * i]), (&mut group.odd, integers[2 * i + 1])] {
+            let fine = ((integer + 4) & 7) - 4;
+            let rest = (integer - fine) >> 3;
+            let middle = rest as i8;
+            let coarse = (rest - i32::from(middle)) >> 8;
+            digits[0][i] = fine as i8;
+            digits[1][i] = middle;
+            digits[2][i] = coarse as i8;
+        }
+    }
+    let mut rounds = false;
+    for (excess, lane) in group.excess.iter_mut().zip(integers.as_chunks::<8>().0) {
+        let (mut sum, mut size, mut bits) = (0, 0, 0);
+        for &integer in lane {
+            sum += integer;
+            size += integer.abs();
+            bits |= integer;
+        }
+        *excess = 12 * sum;
+        // sums stay below 2^25, so even integers leave one bit to spare
+        rounds |= 12 * size > 1 << 24 && bits & 1 == 1;
+    }
+    !rounds
+}
+
+/// A level with integer products.
+pub(super) trait Integers: Vector {
+    /// `self` plus the products of [`DIGIT_COLS`] columns, four groups in ascending order.
+    ///
+    /// # Safety
+    /// As [`Vector`]: [`BYTES`] at `codes`, [`SCALES`] at `scales`, all of them in [`SCALE_BYTES`].
+    unsafe fn add_products(self, codes: *const u8, scales: *const u8, x: &Digits) -> Self;
+}
+
+impl Simd {
+    /// Whether [`DigitDots`] exists for this level.
+    pub(in crate::backend::cpu) fn takes_digits(self) -> bool {
+        matches!(self.level(), Level::Portable | Level::Avx2)
+    }
+}
+
+/// What [`Dots`] computes, from an input that is there in digits as well.
+pub(in crate::backend::cpu) struct DigitDots<'a> {
+    pub dots: Dots<'a>,
+    /// The input of `dots`, its columns in their own order; as many as cover them.
+    pub digits: &'a [Digits],
+}
+
+impl DigitDots<'_> {
+    /// Whether products of this input have the same bits in integers.
+    pub(in crate::backend::cpu) fn takes(digits: &[Digits]) -> bool {
+        !digits.is_empty() && digits.iter().all(|d| d.is_exact)
+    }
+
+    /// Computes the band. Panics on slices of wrong sizes, other storage than E2M1, or a level or an input that is not
+    /// taken.
+    pub(in crate::backend::cpu) fn run(self, simd: Simd) {
+        self.dots.check(simd);
+        let weights = &self.dots.weights;
+        assert_eq!(weights.storage, super::Storage::E2m1, "storage of integer products");
+        assert_eq!(self.digits.len(), weights.cols.div_ceil(DIGIT_COLS), "columns in digits");
+        assert!(Self::takes(self.digits), "an input that integers do not stand for");
+        match simd.level() {
+            // SAFETY: `Portable` needs no instructions beyond the target's own; sizes were checked.
+            Level::Portable => unsafe { band::<Portable>(self) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a `Simd` of this level exists only where the processor has its features; sizes were checked.
+            Level::Avx2 => unsafe { band_avx2(self) },
+            level => unreachable!("no integer products for {level}"),
+        }
+    }
+}
+
+/// # Safety
+/// The processor has AVX2 and FMA; the sizes of [`DigitDots::run`] hold.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn band_avx2(op: DigitDots<'_>) {
+    // SAFETY: by contract.
+    unsafe { band::<super::avx2::Avx2>(op) }
+}
+
+/// # Safety
+/// The processor has `V`; the sizes of [`DigitDots::run`] hold.
+#[inline(always)]
+unsafe fn band<V: Integers>(op: DigitDots<'_>) {
+    let DigitDots { dots: Dots { weights: w, x, out }, digits } = op;
+    for (four, out) in out.chunks_mut(4).enumerate() {
+        // rows one after another, as they lie in memory: a chain is short enough for the processor to look past it
+        // SAFETY: the processor has `V`, and each row's sizes were checked.
+        unsafe {
+            let mut sums = [V::zero(); 4];
+            for r in 0..out.len() {
+                let (codes, scales) = row(&w, 4 * four + r);
+                sums[r] = chain::<V>(codes, scales, digits);
+            }
+            let totals = V::sum4(sums);
+            for (r, out) in out.iter_mut().enumerate() {
+                let row = row(&w, 4 * four + r);
+                let is_usual = row.1.iter().fold(true, |all, s| all & SCALE_BYTES.contains(s));
+                *out = if is_usual {
+                    finish(totals[r], w.factors)
+                } else {
+                    four_rows::<V, E2m1>([row; 4], x, w.factors)[0]
+                };
+            }
+        }
+    }
+}
+
+/// Codes and scales of a row.
+#[inline(always)]
+fn row<'a>(w: &Rows<'a>, row: usize) -> (&'a [u8], &'a [u8]) {
+    let (bytes, scales) = (w.row_bytes(), w.row_scales());
+    (&w.data[row * bytes..][..bytes], &w.scales[row * scales..][..scales])
+}
+
+/// How far ahead of its reading a row's bytes are asked for.
+const AHEAD: usize = 2 << 10;
+
+/// # Safety
+/// The processor has `V`; `digits` cover the columns of `codes` and `scales`.
+#[inline(always)]
+unsafe fn chain<V: Integers>(codes: &[u8], scales: &[u8], digits: &[Digits]) -> V {
+    let (whole, rest) = codes.as_chunks::<BYTES>();
+    let (whole_scales, rest_scales) = scales.as_chunks::<SCALES>();
+    // SAFETY: the processor has `V`, by contract; chunks are whole.
+    unsafe {
+        let mut sum = V::zero();
+        for ((codes, scales), x) in whole.iter().zip(whole_scales).zip(digits) {
+            V::prefetch(codes.as_ptr().wrapping_add(AHEAD));
+            V::prefetch(codes.as_ptr().wrapping_add(AHEAD + 64));
+            sum = sum.add_products(codes.as_ptr(), scales.as_ptr(), x);
+        }
+        if let Some(x) = digits.get(whole.len()) {
+            let (mut codes, mut scales) = ([0; BYTES], [127; SCALES]);
+            codes[..rest.len()].copy_from_slice(rest);
+            scales[..rest_scales.len()].copy_from_slice(rest_scales);
+            sum = sum.add_products(codes.as_ptr(), scales.as_ptr(), x);
+        }
+        sum
+    }
+}
