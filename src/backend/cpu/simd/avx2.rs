@@ -213,7 +213,7 @@ impl Vector for Avx2 {
 impl Avx2 {
     /// `sum` plus the integer sums of a group's lanes, eight products each, times their scales.
     #[inline(always)]
-    unsafe fn add_lane_sums(sum: __m256, p: *const u8, x: &Group, scales: __m256) -> __m256 {
+    unsafe fn add_lane_sums(sum: __m256, p: *const u8, x: &Group, has_fine: bool, scales: __m256) -> __m256 {
         // SAFETY: AVX2 and 32 bytes at `p`, by contract of the callers.
         unsafe {
             // 2 w + 12 for each code
@@ -223,14 +223,16 @@ impl Avx2 {
             let codes = _mm256_loadu_si256(p.cast());
             let even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, nibble));
             let odd = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble));
-            let fine = Self::pairs(even, &x.even[0], odd, &x.odd[0]);
             let middle = Self::pairs(even, &x.even[1], odd, &x.odd[1]);
             let coarse = Self::pairs(even, &x.even[2], odd, &x.odd[2]);
-            let fine = _mm256_madd_epi16(fine, _mm256_set1_epi16(1));
-            let fine = _mm256_sub_epi32(fine, _mm256_load_si256(x.excess.as_ptr().cast()));
             let middle = _mm256_madd_epi16(middle, _mm256_set1_epi16(8));
             let coarse = _mm256_madd_epi16(coarse, _mm256_set1_epi16(2048));
-            let sums = _mm256_add_epi32(fine, _mm256_add_epi32(middle, coarse));
+            let excess = _mm256_load_si256(x.excess.as_ptr().cast());
+            let mut sums = _mm256_add_epi32(middle, _mm256_sub_epi32(coarse, excess));
+            if has_fine {
+                let fine = Self::pairs(even, &x.even[0], odd, &x.odd[0]);
+                sums = _mm256_add_epi32(sums, _mm256_madd_epi16(fine, _mm256_set1_epi16(1)));
+            }
             _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scales, sum)
         }
     }
@@ -261,11 +263,11 @@ impl Integers for Avx2 {
             let scales = _mm256_srli_epi32::<1>(_mm256_shuffle_epi8(scales, order));
             let scales = _mm256_add_epi32(scales, _mm256_load_si256(x.exponents.as_ptr().cast()));
             let scales = _mm256_castsi256_ps(scales);
-            let [a, b, c, d] = &x.groups;
-            let sum = Self::add_lane_sums(self.0, codes, a, _mm256_permute_ps::<0x00>(scales));
-            let sum = Self::add_lane_sums(sum, codes.add(32), b, _mm256_permute_ps::<0x55>(scales));
-            let sum = Self::add_lane_sums(sum, codes.add(64), c, _mm256_permute_ps::<0xAA>(scales));
-            Self(Self::add_lane_sums(sum, codes.add(96), d, _mm256_permute_ps::<0xFF>(scales)))
+            let ([a, b, c, d], fine) = (&x.groups, x.has_fine);
+            let sum = Self::add_lane_sums(self.0, codes, a, fine[0], _mm256_permute_ps::<0x00>(scales));
+            let sum = Self::add_lane_sums(sum, codes.add(32), b, fine[1], _mm256_permute_ps::<0x55>(scales));
+            let sum = Self::add_lane_sums(sum, codes.add(64), c, fine[2], _mm256_permute_ps::<0xAA>(scales));
+            Self(Self::add_lane_sums(sum, codes.add(96), d, fine[3], _mm256_permute_ps::<0xFF>(scales)))
         }
     }
 }

@@ -49,6 +49,8 @@ pub(in crate::backend::cpu) struct Digits {
     /// What to add to the bits of a float32 that is the block's weight scale, to have the scale of the integer sums;
     /// blocks 0, 2, 4, 6, then 1, 3, 5, 7.
     pub(super) exponents: [i32; 8],
+    /// Of each group, whether a fine digit is not zero; few values, much smaller than the largest, have one.
+    pub(super) has_fine: [bool; 4],
     is_exact: bool,
 }
 
@@ -56,7 +58,7 @@ impl Digits {
     /// All columns zero.
     pub(in crate::backend::cpu) const ZERO: Self = {
         let group = Group { even: [[0; 32]; 3], odd: [[0; 32]; 3], excess: [0; 8] };
-        Self { groups: [group; 4], exponents: [0; 8], is_exact: true }
+        Self { groups: [group; 4], exponents: [0; 8], has_fine: [false; 4], is_exact: true }
     };
 
     /// Takes up to [`DIGIT_COLS`] columns, the missing ones being zero. Whether the integers stand for them exactly, and
@@ -89,8 +91,9 @@ impl Op for Fill<'_> {
                 digits.is_exact = false;
                 return;
             };
-            for (group, integers) in groups.iter_mut().zip(integers.as_chunks::<64>().0) {
+            for (g, (group, integers)) in groups.iter_mut().zip(integers.as_chunks::<64>().0).enumerate() {
                 digits.is_exact &= split(integers, group);
+                digits.has_fine[2 * b + g] = integers.iter().fold(0, |bits, integer| bits | integer) & 7 != 0;
             }
             // twice a weight is what is multiplied
             let bits = (exponent - UNIT - 1) * (1 << 23);
@@ -244,7 +247,7 @@ fn row<'a>(w: &Rows<'a>, row: usize) -> (&'a [u8], &'a [u8]) {
 }
 
 /// How far ahead of its reading a row's bytes are asked for.
-const AHEAD: usize = 2 << 10;
+const AHEAD: usize = 3 << 10;
 
 /// # Safety
 /// The processor has `V`; `digits` cover the columns of `codes` and `scales`.
@@ -258,6 +261,7 @@ unsafe fn chain<V: Integers>(codes: &[u8], scales: &[u8], digits: &[Digits]) -> 
         for ((codes, scales), x) in whole.iter().zip(whole_scales).zip(digits) {
             V::prefetch(codes.as_ptr().wrapping_add(AHEAD));
             V::prefetch(codes.as_ptr().wrapping_add(AHEAD + 64));
+            V::prefetch(scales.as_ptr().wrapping_add(AHEAD / (BYTES / SCALES)));
             sum = sum.add_products(codes.as_ptr(), scales.as_ptr(), x);
         }
         if let Some(x) = digits.get(whole.len()) {
