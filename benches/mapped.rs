@@ -60,7 +60,8 @@ fn measure(name: &str, pool: &Pool, regions: &[Region<'_>], reps: usize) {
     let widest = all.iter().map(|m| m.cols()).max().unwrap_or(0);
     // as a step has it: roughly normal, rounded to E4M3
     let wave = |i: usize, step: f32| (i as f32 * step).sin();
-    let mut input: Vec<f32> = (0..widest).map(|i| wave(i, 0.37) + wave(i, 1.9) + wave(i, 2.3) + wave(i, 0.71)).collect();
+    let mut input: Vec<f32> =
+        (0..widest).map(|i| wave(i, 0.37) + wave(i, 1.9) + wave(i, 2.3) + wave(i, 0.71)).collect();
     e4m3_round_trip(&mut input, 128);
     let mut scratch = Scratch::default();
     let (mut plain, mut ours) = (Vec::new(), Vec::new());

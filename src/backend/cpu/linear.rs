@@ -428,14 +428,7 @@ fn prepare(
 }
 
 impl Scratch {
-    fn fit(
-        &mut self,
-        plans: &[Plan<'_>],
-        prepared: usize,
-        digits: usize,
-        threads: usize,
-        simd: Simd,
-    ) -> Result<()> {
+    fn fit(&mut self, plans: &[Plan<'_>], prepared: usize, digits: usize, threads: usize, simd: Simd) -> Result<()> {
         grow(&mut self.prepared, prepared, "prepared inputs")?;
         if self.digits.len() < digits {
             let more = digits - self.digits.len();

@@ -256,8 +256,8 @@ impl Integers for Avx2 {
         unsafe {
             // each scale byte to the top of a dword, shifted to where float32 has its exponent
             let order = _mm256_setr_epi8(
-                -1, -1, -1, 0, -1, -1, -1, 2, -1, -1, -1, 4, -1, -1, -1, 6, -1, -1, -1, 1, -1, -1, -1, 3, -1, -1, -1, 5, -1,
-                -1, -1, 7,
+                -1, -1, -1, 0, -1, -1, -1, 2, -1, -1, -1, 4, -1, -1, -1, 6, -1, -1, -1, 1, -1, -1, -1, 3, -1, -1, -1,
+                5, -1, -1, -1, 7,
             );
             let scales = _mm256_set1_epi64x(scales.cast::<i64>().read_unaligned());
             let scales = _mm256_srli_epi32::<1>(_mm256_shuffle_epi8(scales, order));

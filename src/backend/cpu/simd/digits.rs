@@ -11,7 +11,7 @@
 //! [`Digits::fill`] tells which inputs qualify, and rows with scales far from 1 go the other way.
 
 use super::portable::Portable;
-use super::rows::{Dots, E2m1, Rows, finish, four_rows};
+use super::rows::{Dots, Rows, Storage, finish};
 use super::vector::Vector;
 use super::{Level, Op, Simd};
 
@@ -187,63 +187,57 @@ impl DigitDots<'_> {
     /// taken.
     pub(in crate::backend::cpu) fn run(self, simd: Simd) {
         self.dots.check(simd);
-        let weights = &self.dots.weights;
-        assert_eq!(weights.storage, super::Storage::E2m1, "storage of integer products");
-        assert_eq!(self.digits.len(), weights.cols.div_ceil(DIGIT_COLS), "columns in digits");
-        assert!(Self::takes(self.digits), "an input that integers do not stand for");
-        match simd.level() {
-            // SAFETY: `Portable` needs no instructions beyond the target's own; sizes were checked.
-            Level::Portable => unsafe { band::<Portable>(self) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: a `Simd` of this level exists only where the processor has its features; sizes were checked.
-            Level::Avx2 => unsafe { band_avx2(self) },
-            level => unreachable!("no integer products for {level}"),
+        let Self { dots: Dots { weights: w, x, out }, digits } = self;
+        assert_eq!(w.storage, Storage::E2m1, "storage of integer products");
+        assert_eq!(digits.len(), w.cols.div_ceil(DIGIT_COLS), "columns in digits");
+        assert!(Self::takes(digits), "an input that integers do not stand for");
+        // rows one after another, as they lie in memory: the chain of one is short enough to look past its end
+        for (four, out) in out.chunks_mut(ROWS).enumerate() {
+            let weights = w.part(four * ROWS, out.len());
+            let above = weights.scales.iter().fold(0, |above: u8, s| above.max(s.wrapping_sub(*SCALE_BYTES.start())));
+            if above > SCALE_BYTES.end() - SCALE_BYTES.start() {
+                Dots { weights, x, out }.run(simd);
+                continue;
+            }
+            match simd.level() {
+                // SAFETY: `Portable` needs no instructions beyond the target's own; sizes and scales were checked.
+                Level::Portable => unsafe { rows::<Portable>(weights, digits, out) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: a `Simd` of this level exists only where the processor has its features; as above.
+                Level::Avx2 => unsafe { rows_avx2(weights, digits, out) },
+                level => unreachable!("no integer products for {level}"),
+            }
         }
     }
 }
 
+/// Rows whose chains are reduced together.
+const ROWS: usize = 4;
+
 /// # Safety
-/// The processor has AVX2 and FMA; the sizes of [`DigitDots::run`] hold.
+/// The processor has AVX2 and FMA; otherwise as [`rows`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn band_avx2(op: DigitDots<'_>) {
+unsafe fn rows_avx2(w: Rows<'_>, digits: &[Digits], out: &mut [f32]) {
     // SAFETY: by contract.
-    unsafe { band::<super::avx2::Avx2>(op) }
+    unsafe { rows::<super::avx2::Avx2>(w, digits, out) }
 }
 
 /// # Safety
-/// The processor has `V`; the sizes of [`DigitDots::run`] hold.
+/// The processor has `V`; `digits` cover the columns, `out` has up to [`ROWS`] rows, their scales are in [`SCALE_BYTES`].
 #[inline(always)]
-unsafe fn band<V: Integers>(op: DigitDots<'_>) {
-    let DigitDots { dots: Dots { weights: w, x, out }, digits } = op;
-    for (four, out) in out.chunks_mut(4).enumerate() {
-        // rows one after another, as they lie in memory: a chain is short enough for the processor to look past it
-        // SAFETY: the processor has `V`, and each row's sizes were checked.
-        unsafe {
-            let mut sums = [V::zero(); 4];
-            for r in 0..out.len() {
-                let (codes, scales) = row(&w, 4 * four + r);
-                sums[r] = chain::<V>(codes, scales, digits);
-            }
-            let totals = V::sum4(sums);
-            for (r, out) in out.iter_mut().enumerate() {
-                let row = row(&w, 4 * four + r);
-                let is_usual = row.1.iter().fold(true, |all, s| all & SCALE_BYTES.contains(s));
-                *out = if is_usual {
-                    finish(totals[r], w.factors)
-                } else {
-                    four_rows::<V, E2m1>([row; 4], x, w.factors)[0]
-                };
-            }
+unsafe fn rows<V: Integers>(w: Rows<'_>, digits: &[Digits], out: &mut [f32]) {
+    // SAFETY: the processor has `V`, and the chunks are whole rows.
+    unsafe {
+        let mut sums = [V::zero(); ROWS];
+        let rows = w.data.chunks(w.row_bytes()).zip(w.scales.chunks(w.row_scales()));
+        for (sum, (codes, scales)) in sums.iter_mut().zip(rows) {
+            *sum = chain::<V>(codes, scales, digits);
+        }
+        for (out, total) in out.iter_mut().zip(V::sum4(sums)) {
+            *out = finish(total, w.factors);
         }
     }
-}
-
-/// Codes and scales of a row.
-#[inline(always)]
-fn row<'a>(w: &Rows<'a>, row: usize) -> (&'a [u8], &'a [u8]) {
-    let (bytes, scales) = (w.row_bytes(), w.row_scales());
-    (&w.data[row * bytes..][..bytes], &w.scales[row * scales..][..scales])
 }
 
 /// How far ahead of its reading a row's bytes are asked for.

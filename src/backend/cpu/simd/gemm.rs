@@ -83,8 +83,13 @@ impl Op for Block<'_, '_> {
                     }
                     let x = &x[b * x_stride + first_token * width..][..out.len() * width];
                     let apart = weights.storage == Storage::E2m1;
-                    let place =
-                        Place { first_row: first, rows: count, first_block: b == 0, last_block: b + 1 == blocks, apart };
+                    let place = Place {
+                        first_row: first,
+                        rows: count,
+                        first_block: b == 0,
+                        last_block: b + 1 == blocks,
+                        apart,
+                    };
                     multiply::<V>(decoded, x, width, place, aside, out, weights.factors);
                 }
             }

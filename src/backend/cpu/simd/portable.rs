@@ -154,9 +154,8 @@ impl Integers for Portable {
             };
             let twice = |code: u8| (2.0 * E2M1[usize::from(code)]) as i32;
             for (lane, value) in lanes.iter_mut().enumerate() {
-                let products = (4 * lane..4 * lane + 4).map(|i| {
-                    twice(codes[i] & 15) * integer(&x.even, i) + twice(codes[i] >> 4) * integer(&x.odd, i)
-                });
+                let products = (4 * lane..4 * lane + 4)
+                    .map(|i| twice(codes[i] & 15) * integer(&x.even, i) + twice(codes[i] >> 4) * integer(&x.odd, i));
                 let half = lane / 4;
                 let scale = e8m0_value(scales[2 * g + half]).to_bits() as i32 + exponents[4 * half + g];
                 *value += products.sum::<i32>() as f32 * f32::from_bits(scale as u32);

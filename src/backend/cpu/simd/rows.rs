@@ -59,6 +59,13 @@ pub(in crate::backend::cpu) struct Rows<'a> {
 }
 
 impl Rows<'_> {
+    /// `count` E2M1 rows from `first`.
+    pub(super) fn part(&self, first: usize, count: usize) -> Self {
+        let (bytes, scales) = (self.row_bytes(), self.row_scales());
+        let data = &self.data[first * bytes..][..count * bytes];
+        Self { rows: count, data, scales: &self.scales[first * scales..][..count * scales], ..*self }
+    }
+
     /// Bytes of one stored row.
     pub(super) fn row_bytes(&self) -> usize {
         self.storage.row_bytes(self.cols)
@@ -312,7 +319,7 @@ impl<V: Vector> Row<V> {
 /// # Safety
 /// The processor has `V`; `rows` are bytes and scales of four whole rows, `x` has their padded columns.
 #[inline(always)]
-pub(super) unsafe fn four_rows<V: Vector, D: Decode<V>>(
+unsafe fn four_rows<V: Vector, D: Decode<V>>(
     rows: [(&[u8], &[u8]); ROWS],
     x: &[f32],
     factors: [f32; 2],
