@@ -267,3 +267,6 @@ unsafe fn chain<V: Integers>(codes: &[u8], scales: &[u8], digits: &[Digits]) -> 
         sum
     }
 }
+
+#[cfg(test)]
+mod tests;

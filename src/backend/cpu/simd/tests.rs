@@ -1,7 +1,7 @@
 use super::*;
 use crate::tensor::format::{E4M3, bf16_value};
 
-fn floats(n: usize, seed: u32) -> Vec<f32> {
+pub(super) fn floats(n: usize, seed: u32) -> Vec<f32> {
     let mut state = seed;
     (0..n)
         .map(|_| {
@@ -11,7 +11,7 @@ fn floats(n: usize, seed: u32) -> Vec<f32> {
         .collect()
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
+pub(super) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
