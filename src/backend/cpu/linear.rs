@@ -4,8 +4,8 @@
 //! tokens, the other jobs of the call, the number of threads, or how rows are split over them. Sums are float32, in an
 //! order that [`super::simd`] fixes. Nothing is rounded to bf16 here, and no activation is quantised: callers do both.
 //!
-//! One token whose values were rounded to E4M3, as quantised numerics do, meets E2M1 weights in integers: several times
-//! faster on some levels, same bits. It is recognised by its values, so callers need not say how an input came about.
+//! One token whose values were rounded to E4M3, as quantised numerics do, meets E2M1 weights in integers where the level
+//! has a kernel for that: faster, same bits. It is recognised by its values, so callers need not say how an input came about.
 //!
 //! Inputs are first brought into the column order in which the weights decode (once per input and storage, however many
 //! jobs share it). For E4M3 the tile scales go into a copy of the input, made per band of 128 rows, with the largest

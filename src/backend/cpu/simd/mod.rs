@@ -3,7 +3,9 @@
 //! Each kernel is written once over the `Vector` trait and compiled once per level. Invariant: every output element is
 //! one chain of operations in an order fixed by its own operands (ascending along the summed axis, a fixed number of
 //! lanes, one fixed reduction), so its bits depend on the level and on nothing else: not on how many rows, tokens,
-//! heads or keys a call has, nor on how they are split over threads. Levels may differ in the last bits.
+//! heads or keys a call has, nor on how they are split over threads. Levels may differ in the last bits. Products with
+//! E2M1 weights sum the eight of a lane in a group before they join the chain; where that sum is exact, `digits` makes
+//! it in integers.
 //!
 //! This is the only module of the backend with `unsafe`; what it exports is safe. It knows nothing of threads.
 
