@@ -76,7 +76,7 @@ static void text(const dsv4_model *model)
 static void sessions(const fixture *f)
 {
     dsv4_error err = {0};
-    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0};
+    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0, 0};
     const float *logits = (const float *)&info;
     size_t n = 5;
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "no logits", dsv4_session_logits(f->session, &logits, &n, &err));

@@ -90,6 +90,32 @@ int main(int argc, char **argv)
     options.known.threads = 5000;
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "threads is 5000", dsv4_engine_new(model, &options.known, &engine, &err));
 
+    // the cache: limits, policies, salt
+    dsv4_engine_options_init(&options.known);
+    CHECK(options.known.cache_bytes == 0 && options.known.checkpoint_bytes == 0 && options.known.prefix_salt == NULL);
+    CHECK(options.known.checkpoints == DSV4_CHECKPOINTS_BOUNDARY && options.known.poison_cache == 0);
+    options.known.threads = 1;
+    options.known.cache_bytes = 8 << 20;
+    options.known.checkpoint_bytes = 1 << 20;
+    options.known.checkpoints = DSV4_CHECKPOINTS_EVERY;
+    options.known.checkpoint_every = 512;
+    options.known.prefix_salt = "one user";
+    options.known.poison_cache = 1;
+    OK(dsv4_engine_new(model, &options.known, &engine, &err));
+    dsv4_cache_stats stats = {0};
+    stats.size = sizeof stats;
+    OK(dsv4_engine_get_cache_stats(engine, &stats, &err));
+    CHECK(stats.limit_bytes == 8 << 20);
+    dsv4_engine_free(engine);
+    options.known.checkpoint_every = 300;
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "300", dsv4_engine_new(model, &options.known, &engine, &err));
+    options.known.checkpoints = 3;
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "checkpoints is 3; 0 to 2", dsv4_engine_new(model, &options.known, &engine, &err));
+    options.known.checkpoints = DSV4_CHECKPOINTS_NONE;
+    options.known.prefix_salt = "\xff";
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "prefix_salt is not UTF-8",
+            dsv4_engine_new(model, &options.known, &engine, &err));
+
     // the other options: defaults, and fields without a meaning must be 0
     dsv4_model_options open;
     dsv4_model_options_init(&open);

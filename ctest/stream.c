@@ -19,7 +19,7 @@ static int32_t on_piece(void *userdata, const dsv4_piece *piece)
     CHECK(strlen(piece->text) == piece->text_len);
     // a callback may use the library, also on the session it runs for
     dsv4_error err = {0};
-    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0};
+    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0, 0};
     OK(dsv4_session_get_info(p->session, &info, &err));
     return p->n == p->stop_after;
 }
@@ -176,7 +176,7 @@ int main(int argc, char **argv)
     OK(dsv4_session_clear(f.session, &err));
     int chunks = 0;
     EXPECT(DSV4_STATUS_CANCELLED, dsv4_session_feed(f.session, longer, 64, count_progress, &chunks, &err));
-    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0};
+    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0, 0};
     OK(dsv4_session_get_info(f.session, &info, &err));
     CHECK(chunks == 2 && info.position == 32 && info.has_logits == 0);
     OK(dsv4_session_feed(f.session, longer + 32, 32, NULL, NULL, &err));

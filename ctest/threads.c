@@ -32,7 +32,7 @@ static void *intrude(void *arg)
 {
     held *h = arg;
     dsv4_error err = {0};
-    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0};
+    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0, 0};
     pthread_barrier_wait(&h->barrier);
     h->during = dsv4_session_get_info(h->session, &info, &err);
     CHECK(info.position == 0 && info.context == 0);
@@ -95,7 +95,7 @@ int main(int argc, char **argv)
     pthread_join(other, NULL);
     pthread_barrier_destroy(&h.barrier);
     CHECK(h.during == DSV4_STATUS_BUSY);
-    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0};
+    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0, 0};
     OK(dsv4_session_get_info(f.session, &info, &err));
     CHECK(info.position == 16);
     // the cancel is used up

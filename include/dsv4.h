@@ -147,7 +147,7 @@ enum dsv4_status
     DSV4_STATUS_NOT_FOUND = 2,
     // The operating system refused to read, map or write a file.
     DSV4_STATUS_IO = 3,
-    // A checkpoint is damaged, truncated or contradicts itself.
+    // A checkpoint or session file is damaged, truncated or contradicts itself.
     DSV4_STATUS_CORRUPT = 4,
     // `config.json` has a known key with a wrong type or an impossible value.
     DSV4_STATUS_CONFIG = 5,
@@ -181,6 +181,8 @@ enum dsv4_status
     // The engine's cache limit is reached by pages in use; the message has the counts. The session is unchanged, and
     // freeing any session lets it go on.
     DSV4_STATUS_NO_BLOCKS = 19,
+    // A session file was written with another model, numerics or cache format than the engine's.
+    DSV4_STATUS_MISMATCH = 20,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -601,6 +603,49 @@ typedef int32_t dsv4_kv_format;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// Where checkpoints are kept, at which later prompts with the same beginning can start.
+enum dsv4_checkpoints
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // At the last multiple of 256 tokens at or below the end of each prompt, and at each multiple that decoding reaches.
+    // The default.
+    DSV4_CHECKPOINTS_BOUNDARY = 0,
+    // Nowhere: every prompt is computed from its beginning.
+    DSV4_CHECKPOINTS_NONE = 1,
+    // At every multiple of `checkpoint_every` tokens.
+    DSV4_CHECKPOINTS_EVERY = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum dsv4_checkpoints dsv4_checkpoints;
+#else
+typedef int32_t dsv4_checkpoints;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// How far ahead of their use blocks are read from the disk tier.
+enum dsv4_prefetch
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // While one is taken over, the next ones are read, `prefetch_depth` of them. The default.
+    DSV4_PREFETCH_NEXT = 0,
+    // Not at all: each is read when it is waited for.
+    DSV4_PREFETCH_OFF = 1,
+    // As soon as a prompt is known, all that it can reuse is read, up to 16 times `prefetch_depth` ahead.
+    DSV4_PREFETCH_AGGRESSIVE = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum dsv4_prefetch dsv4_prefetch;
+#else
+typedef int32_t dsv4_prefetch;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // An engine. Functions that take it as `const` may run on several threads at once.
 typedef struct dsv4_engine dsv4_engine;
 
@@ -621,6 +666,41 @@ typedef struct dsv4_engine_options {
     // Most tokens that go through the model at once, 1 to 65536; 256 by default. More is faster and takes more memory,
     // and a call is cancelled within one such chunk.
     uint32_t prefill_chunk;
+    // Most bytes of the cache, for sessions and reusable prompt beginnings together; 0, the default, is a quarter of the
+    // machine's memory. Memory is taken as it fills; at the limit, beginnings that no session uses are dropped, the
+    // longest unused first, and when all is in use calls fail with `NO_BLOCKS`.
+    uint64_t cache_bytes;
+    // Most bytes of checkpoints, within `cache_bytes`; 0, the default, is a quarter of those.
+    uint64_t checkpoint_bytes;
+    // A `dsv4_checkpoints`.
+    int32_t checkpoints;
+    // For `EVERY`: a multiple of 256. Otherwise it means nothing.
+    uint32_t checkpoint_every;
+    // Prompt beginnings are shared only between sessions under the same salt: a text that ends with a NUL, different for
+    // users who must not learn from response times what others asked. NULL, the default, is the empty text. Read during
+    // the call only.
+    const char *prefix_salt;
+    // Bytes of host memory, beyond `cache_bytes`, for reusable beginnings that had to make room: the host tier. 0, the
+    // default, is none.
+    uint64_t host_tier_bytes;
+    // Folder of the disk tier, where what the host tier has no room for is kept, also for later runs and other processes:
+    // a path that ends with a NUL. It is made if it is not there. NULL, the default, is none. Read during the call only.
+    const char *disk_tier_path;
+    // Most bytes of files in that folder; 0, the default, is no limit. The longest unused are deleted first.
+    uint64_t disk_tier_bytes;
+    // Most bytes that are written to the folder per second, on average; what would exceed it is dropped. 0, the default,
+    // is no limit.
+    uint64_t disk_tier_write_rate;
+    // Most bytes that this engine writes to the folder in all; 0, the default, is no limit.
+    uint64_t disk_tier_write_total;
+    // A `dsv4_prefetch`.
+    int32_t prefetch;
+    // Blocks that are read ahead, 1 to 1024; 4 by default.
+    uint32_t prefetch_depth;
+    // Most milliseconds that a prompt waits for the tiers, before it computes what is missing; 2000 by default.
+    uint32_t tier_timeout_ms;
+    // 1 fills freed cache memory with NaN, so that a defect shows as `NUMERIC`; slower. 0 is the default.
+    int32_t poison_cache;
 } dsv4_engine_options;
 
 // What an engine was made with and found. Set `size` to `sizeof(dsv4_engine_info)` before the call.
@@ -653,7 +733,8 @@ static inline void dsv4_engine_options_init(dsv4_engine_options *options)
 // Makes an engine on `model`. `options` may be NULL. `*out` receives the engine, to be freed with `dsv4_engine_free`.
 //
 // Errors: `INVALID_ARGUMENT` for an option out of range; `UNAVAILABLE` for a device that is not there and
-// `UNSUPPORTED` for one that this version cannot run on; `OUT_OF_MEMORY`.
+// `UNSUPPORTED` for one that this version cannot run on; `IO` for a folder of the disk tier that cannot be made or read;
+// `OUT_OF_MEMORY`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_engine_new(const dsv4_model *model,
                             const dsv4_engine_options *options,
@@ -715,6 +796,9 @@ typedef struct dsv4_session_info {
     int32_t has_logits;
     // 0.
     int32_t reserved;
+    // Tokens that were taken from the cache instead of computed, over the session's life: beginnings of prompts that the
+    // engine knew, and what was restored from a file.
+    uint64_t reused_tokens;
 } dsv4_session_info;
 
 // Sets every default in `options`, a struct of `size` bytes. Use `dsv4_session_options_init`, which passes the size as
@@ -799,6 +883,26 @@ dsv4_status dsv4_session_get_info(dsv4_session *session,
 // Errors: `BUSY`; `OUT_OF_MEMORY` and `NO_BLOCKS` if there is no room for an empty state of its own.
 DSV4_API DSV4_NODISCARD dsv4_status dsv4_session_clear(dsv4_session *session, dsv4_error *err);
 
+// Makes a session with the same tokens and logits, for another continuation. `*out` receives it, to be freed with
+// `dsv4_session_free`. Nothing is copied but tokens and logits: the cache is shared until one of the two writes to it.
+//
+// Errors: `BUSY`; `OUT_OF_MEMORY`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_fork(dsv4_session *session,
+                              dsv4_session **out,
+                              dsv4_error *err);
+
+// Goes back to the first `position` tokens, exactly: starts from the nearest checkpoint below and computes the rest
+// again. The logits are then those behind token `position - 1`. Generations that were started on the session end with an
+// error.
+//
+// Errors: `INVALID_ARGUMENT` if the session has fewer tokens; `BUSY`; those of `dsv4_session_feed`, after which the
+// session holds a beginning of the tokens that were wanted.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_truncate(dsv4_session *session,
+                                  uint64_t position,
+                                  dsv4_error *err);
+
 // Cancels the running call of this session, or its next one if none is running: it returns `CANCELLED` within the time
 // of one layer of one chunk. From any thread, at any time before the session is freed; it never waits.
 //
@@ -806,6 +910,101 @@ DSV4_API DSV4_NODISCARD dsv4_status dsv4_session_clear(dsv4_session *session, ds
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_cancel(const dsv4_session *session,
                                 dsv4_error *err);
+
+
+////////////////////////////////////////////////////////////////////////////////////////////////////
+// Session file
+//
+// A session saved to one file, to go on later, in another process or on another engine of the same model, numerics and
+// cache format. Files carry checksums and are read with suspicion: whatever is wrong with one is an error that names it,
+// and nothing changes. While a file is saved, at every moment the file under the path is a complete old save or the
+// complete new one, also when the process is killed or the power fails.
+
+// Facts about a session file. Set `size` to `sizeof(dsv4_session_file_info)` before the call.
+typedef struct dsv4_session_file_info {
+    // `sizeof(dsv4_session_file_info)`.
+    size_t size;
+    // Fingerprint of the model, 32 hexadecimal digits; ends with a NUL.
+    char fingerprint[40];
+    // Name of the numerics, for example `"reference"`; ends with a NUL.
+    char numerics[24];
+    // Version of the format that the file is written in.
+    uint32_t version;
+    // Oldest version of a reader that can read it.
+    uint32_t oldest_reader;
+    // A `dsv4_kv_format`, never `AUTO`.
+    int32_t kv_format;
+    // 1 if the last save is damaged, so that the one before it is described here, else 0.
+    int32_t is_last_save_damaged;
+    // Tokens of the session.
+    uint64_t tokens;
+    // Of these, tokens that restoring computes again.
+    uint64_t pending_tokens;
+    // Blocks of 256 tokens.
+    uint64_t blocks;
+    // Saves since the file was made.
+    uint64_t saves;
+    // Bytes of the file: the sum of the next five.
+    uint64_t file_bytes;
+    // Header and tables.
+    uint64_t frame_bytes;
+    // Blocks.
+    uint64_t block_bytes;
+    // Windows and states.
+    uint64_t state_bytes;
+    // Tokens behind the last full block, and logits.
+    uint64_t token_bytes;
+    // What earlier saves left, which a later one removes.
+    uint64_t unused_bytes;
+} dsv4_session_file_info;
+
+// Saves the session to the file at `path`. A file that holds a beginning of this session is added to; anything else is
+// replaced. The session does not change.
+//
+// Over the life of a session that grows, at most twice its size is written, however often it is saved. To keep that, a
+// save soon after another may write only the new tokens, which restoring then computes again: never more than about as
+// many as take the room of one state (1,600 for V4-Flash). With `complete` = 1 everything is written, which is what the
+// last save wants; 0 keeps the bound.
+//
+// Errors: `IO` and `NOT_FOUND` from the file system (disk full, permissions, no such folder), `INVALID_ARGUMENT` if
+// something other than a file is at `path`, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`. After any
+// of them the old file is as it was.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_save(dsv4_session *session,
+                              const char *path,
+                              int32_t complete,
+                              dsv4_error *err);
+
+// Makes a session on `engine` from the file at `path`: tokens, logits and cache bit for bit as they were saved, ready to
+// sample. `options` may be NULL. `*out` receives the session, to be freed with `dsv4_session_free`. Equal blocks that the
+// engine has already are shared, and those of the file can be reused by later prompts.
+//
+// Errors: `NOT_FOUND`, `IO`; `CORRUPT` for a damaged or truncated file, `UNSUPPORTED` for one of a newer version or of
+// the other byte order, `MISMATCH` for one of another model, numerics or cache format; `CONTEXT_FULL` if it holds more
+// tokens than the context; `NO_BLOCKS`, `OUT_OF_MEMORY`; and where tokens are pending, those of `dsv4_session_feed`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_restore(const dsv4_engine *engine,
+                                 const char *path,
+                                 const dsv4_session_options *options,
+                                 dsv4_session **out,
+                                 dsv4_error *err);
+
+// What the file at `path` says about itself. Reads header and tables only, and needs no model.
+//
+// Errors: `NOT_FOUND`, `IO`; `CORRUPT`, `UNSUPPORTED` and `MISMATCH` for files that no session can be restored from;
+// `OUT_OF_MEMORY`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_file_get_info(const char *path,
+                                       dsv4_session_file_info *info,
+                                       dsv4_error *err);
+
+// As `dsv4_session_file_get_info`, after comparing everything in the file with its checksums.
+//
+// Errors: as there; `CORRUPT` names the part that differs.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_file_verify(const char *path,
+                                     dsv4_session_file_info *info,
+                                     dsv4_error *err);
 
 
 ////////////////////////////////////////////////////////////////////////////////////////////////////
@@ -1293,6 +1492,81 @@ typedef struct dsv4_cache_info {
     uint64_t page_bytes;
 } dsv4_cache_info;
 
+// Figures of an engine's cache. Set `size` to `sizeof(dsv4_cache_stats)` before the call. Counters count from the
+// engine's beginning.
+typedef struct dsv4_cache_stats {
+    // `sizeof(dsv4_cache_stats)`.
+    size_t size;
+    // Most bytes of pages.
+    uint64_t limit_bytes;
+    // Bytes of the pages in use, by sessions and by reusable prompt beginnings.
+    uint64_t used_bytes;
+    // Bytes of all pages, those that wait for reuse included.
+    uint64_t held_bytes;
+    // Pages in use: wide (64 rows), index (64 index keys), narrow (2 rows).
+    uint64_t used_pages[3];
+    // Pages that wait for reuse.
+    uint64_t free_pages[3];
+    // Reusable blocks of 256 tokens.
+    uint64_t prefix_blocks;
+    // Of these, blocks that no session uses, which make room when it is needed.
+    uint64_t evictable_blocks;
+    // Checkpoints, at which prompts can start.
+    uint64_t checkpoints;
+    // Tokens of prompts that were looked up.
+    uint64_t lookup_tokens;
+    // Of these, tokens that were reused instead of computed.
+    uint64_t hit_tokens;
+    // Lookups that ended because the next block was not there.
+    uint64_t ended_no_block;
+    // Lookups that ended because blocks go on, but without a checkpoint.
+    uint64_t ended_no_checkpoint;
+    // Blocks dropped to make room.
+    uint64_t evicted_blocks;
+    // Checkpoints dropped to make room.
+    uint64_t evicted_checkpoints;
+    // Sessions forked.
+    uint64_t forks;
+    // Shared partial blocks copied before they were written.
+    uint64_t copies_on_write;
+    // Blocks and checkpoints in the host tier now; the next fields are all zero where there are no tiers.
+    uint64_t host_records;
+    // Their bytes.
+    uint64_t host_bytes;
+    // Bytes of evicted blocks and checkpoints that went to the tiers.
+    uint64_t offload_bytes;
+    // Nanoseconds of copying them there.
+    uint64_t offload_nanos;
+    // Bytes written to the disk tier.
+    uint64_t written_bytes;
+    // Nanoseconds of writing them, on a thread of their own.
+    uint64_t write_nanos;
+    // Bytes read from the disk tier.
+    uint64_t read_bytes;
+    // Nanoseconds of reading them, on that thread.
+    uint64_t read_nanos;
+    // Nanoseconds that prompts waited for the tiers.
+    uint64_t wait_nanos;
+    // Blocks and checkpoints that came back from the host tier.
+    uint64_t host_hits;
+    // Blocks and checkpoints that came back from the disk tier.
+    uint64_t disk_hits;
+    // Of these, those that had been read ahead when they were asked for.
+    uint64_t prefetched;
+    // Prompts that stopped waiting.
+    uint64_t timeouts;
+    // Blocks and checkpoints that the write limits kept from the disk tier.
+    uint64_t limited_writes;
+    // Blocks and checkpoints that were lost because memory or disk were full, or writing was too slow.
+    uint64_t dropped;
+    // Files of the disk tier that were deleted to make room for others.
+    uint64_t deleted_files;
+    // Files of the disk tier that were damaged or of another engine, and were deleted.
+    uint64_t damaged_files;
+    // Failures of the file system.
+    uint64_t io_errors;
+} dsv4_cache_stats;
+
 // Cache memory that the session holds now.
 //
 // Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
@@ -1300,6 +1574,23 @@ DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_get_cache_info(dsv4_session *session,
                                         dsv4_cache_info *info,
                                         dsv4_error *err);
+
+// Figures of the engine's cache now.
+//
+// Errors: only `INVALID_ARGUMENT` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_engine_get_cache_stats(const dsv4_engine *engine,
+                                        dsv4_cache_stats *stats,
+                                        dsv4_error *err);
+
+// Moves every reusable beginning that no session uses to the tiers, and the host tier to the folder of the disk tier,
+// within the write limits. Returns when all is written: for an orderly end, after which other processes find them.
+// Without tiers it does nothing.
+//
+// Errors: only `INVALID_ARGUMENT` and `POISONED`; what cannot be written is lost and counted.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_engine_flush_cache(const dsv4_engine *engine,
+                                    dsv4_error *err);
 
 
 ////////////////////////////////////////////////////////////////////////////////////////////////////

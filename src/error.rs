@@ -17,6 +17,8 @@ pub enum ErrorKind {
     Io,
     /// A checkpoint or session file is damaged, truncated or contradicts itself.
     Corrupt,
+    /// A session file was written with another model, numerics or cache format than it is used with.
+    Mismatch,
     /// `config.json` has a known key with a wrong type or an impossible value.
     Config,
     /// A model of another architecture; never loaded by guess.

@@ -49,7 +49,10 @@ pub use engine::{DeviceChoice, Engine, EngineOptions};
 pub use error::{Error, ErrorKind, Result};
 pub use model::{Model, Numerics};
 pub use sampler::{Sampler, SamplerOptions};
-pub use session::{CancelToken, Finish, GenerateOptions, Generation, Piece, Progress, Session, SessionOptions};
+pub use session::{
+    CancelToken, Finish, GenerateOptions, Generation, Piece, Progress, SaveOptions, Saved, Session, SessionFile,
+    SessionFileInfo, SessionOptions,
+};
 pub use tokenizer::{Markup, Tokenizer};
 
 /// Index of a token in the model's vocabulary (row of the embedding, column of the logits).

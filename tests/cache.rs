@@ -1,16 +1,18 @@
-//! The cache, driven by random programs: whatever sessions do, their logits are those of a cold session that was fed
-//! the same tokens, bit for bit.
+//! The cache, driven by random programs: whatever sessions do, fork, truncate, save and restore included, their logits
+//! are those of a cold session that was fed the same tokens, bit for bit, with tiers behind the pages and without.
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a failed call is a failed test; seeds are printed")]
 
 mod common;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::golden::{self, Golden};
 use common::subject;
+use dsv4::cache::tier::{Prefetch, TierOptions};
 use dsv4::cache::{CacheLayout, CheckpointPolicy};
-use dsv4::{Engine, EngineOptions, ErrorKind, Session};
+use dsv4::{Engine, EngineOptions, ErrorKind, SaveOptions, Session, SessionOptions};
 
 /// Programs per run; `DSV4_CACHE_PROGRAMS` sets more.
 const PROGRAMS: usize = 60;
@@ -98,13 +100,29 @@ fn program(seed: u64, truth: &Truth, folder: &std::path::Path) {
     let roomy = Engine::new(&model, options.clone()).unwrap();
     let one = fixed(&subject::session(&roomy, LONGEST));
     options.cache_bytes = one * [3, 6, 12, 100][rng.next(4)];
+    let files = tempfile::tempdir().unwrap();
+    options.tiers = TierOptions {
+        host_bytes: one * [0, 0, 2, 100][rng.next(4)],
+        directory: (rng.next(2) == 0).then(|| files.path().join("tier")),
+        prefetch: [Prefetch::Off, Prefetch::Next, Prefetch::Aggressive][rng.next(3)],
+        timeout: Duration::from_millis([0, 1, 2000][rng.next(3)]),
+        ..TierOptions::default()
+    };
     let engine = Engine::new(&model, options).unwrap();
     let mut runs: Vec<Run> = Vec::new();
+    let file = |timeline: usize| files.path().join(format!("{timeline}.session"));
     for step in 0..14 {
         let what = format!("seed {seed}, step {step}");
-        let action = if runs.is_empty() { 0 } else { rng.next(10) };
+        let action = if runs.is_empty() { 0 } else { rng.next(13) };
+        let options = SessionOptions { context: LONGEST, rollback: [0, 0, 1, 4, 9][rng.next(5)] };
+        if action == 9 && runs.len() < 4 {
+            let timeline = rng.next(truth.timelines.len());
+            if file(timeline).exists() {
+                let restored = Session::restore(&engine, file(timeline), options);
+                runs.extend(allowed(restored, &what).map(|session| Run { session, timeline }));
+            }
+        }
         if action == 0 && runs.len() < 4 {
-            let options = dsv4::SessionOptions { context: LONGEST, rollback: [0, 0, 1, 4, 9][rng.next(5)] };
             if let Some(session) = allowed(Session::new(&engine, options), &what) {
                 runs.push(Run { session, timeline: rng.next(truth.timelines.len()) });
             }
@@ -133,6 +151,11 @@ fn program(seed: u64, truth: &Truth, folder: &std::path::Path) {
                 let at = runs[i].session.position();
                 allowed(runs[i].session.truncate(at.saturating_sub(rng.next(10))), &what);
             }
+            8 => {
+                let options = SaveOptions { complete: rng.next(2) == 0 };
+                runs[i].session.save_with(file(runs[i].timeline), options).unwrap();
+            }
+            9 => {}
             _ => {
                 let run = &mut runs[i];
                 let at = run.session.position();
@@ -443,7 +466,7 @@ fn tokens_within_the_rollback_are_taken_back_without_computing() {
     let truth = subject::all_logits(&engine, &tokens);
     // across a c4a group, a c128a group and a block; after a prompt as well as after single tokens
     for end in [3, 5, 127, 128, 129, 131, 256, 258, 260, 300] {
-        let mut session = Session::new(&engine, dsv4::SessionOptions { context: 1000, rollback: 6 }).unwrap();
+        let mut session = Session::new(&engine, SessionOptions { context: 1000, rollback: 6 }).unwrap();
         session.feed(&tokens[..end]).unwrap();
         for t in end..end + 6 {
             session.feed(&tokens[t..=t]).unwrap();
@@ -462,7 +485,7 @@ fn tokens_within_the_rollback_are_taken_back_without_computing() {
         fork.feed(&tokens[end + 3..end + 80]).unwrap();
         assert_eq!(fork.logits().unwrap(), truth[end + 79]);
         // one token further back than its logits are known: that one alone is computed
-        let mut session = Session::new(&engine, dsv4::SessionOptions { context: 1000, rollback: 6 }).unwrap();
+        let mut session = Session::new(&engine, SessionOptions { context: 1000, rollback: 6 }).unwrap();
         session.feed(&tokens[..end + 5]).unwrap();
         let before = engine.cache_stats().computed_tokens;
         session.truncate(end).unwrap();
@@ -481,7 +504,7 @@ fn exhaustion_names_the_counts_and_freeing_anything_lets_it_go_on() {
     first.feed(&prompt(1, 40)).unwrap();
     let mut others: Vec<Session> = Vec::new();
     let error = loop {
-        match Session::new(&engine, dsv4::SessionOptions { context: 900, ..Default::default() }) {
+        match Session::new(&engine, SessionOptions { context: 900, ..Default::default() }) {
             Ok(session) => others.push(session),
             Err(error) => break error,
         }

@@ -6,6 +6,7 @@
 use crate::alloc;
 use crate::error::Result;
 
+use super::layout::CacheLayout;
 use super::manager::CacheManager;
 use super::pool::{Bucket, Page};
 
@@ -47,6 +48,34 @@ impl Block {
             copy_page(&mut to.keys, &from.keys);
         }
         Ok(copy)
+    }
+
+    /// Hands over the rows and keys of the first `tokens` tokens, layer by layer, [`CacheLayout::block_content`] bytes.
+    pub fn export(&self, layout: &CacheLayout, tokens: usize, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        for (i, layer) in self.layers.iter().enumerate() {
+            let [entries, keys] = layout.layer_content(i, tokens);
+            for (page, len) in [(&layer.entries, entries), (&layer.keys, keys)] {
+                page.as_ref().map_or(Ok(()), |page| sink(&page.bytes()[..len]))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A block with what `source` fills in: the content of [`Self::export`] for as many tokens. The rest of its pages is
+    /// undefined.
+    pub fn import(
+        manager: &CacheManager,
+        tokens: usize,
+        source: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<Self> {
+        let mut block = Self::new(manager)?;
+        for (i, layer) in block.layers.iter_mut().enumerate() {
+            let [entries, keys] = manager.layout().layer_content(i, tokens);
+            for (page, len) in [(&mut layer.entries, entries), (&mut layer.keys, keys)] {
+                page.as_mut().map_or(Ok(()), |page| source(&mut page.bytes_mut()[..len]))?;
+            }
+        }
+        Ok(block)
     }
 
     /// Entry `slot` of `layer`, `row` bytes.

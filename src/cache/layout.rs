@@ -150,6 +150,24 @@ impl CacheLayout {
         }
     }
 
+    /// Bytes of layer `index` that the first `tokens` tokens of a block fill: entries, index keys.
+    pub fn layer_content(&self, index: usize, tokens: usize) -> [usize; 2] {
+        let kind = self.layers[index].kind;
+        let entries = tokens.checked_div(kind.ratio()).unwrap_or(0);
+        [entries * self.row_bytes(), if kind == LayerKind::C4a { entries * self.key_bytes() } else { 0 }]
+    }
+
+    /// Bytes of all layers that the first `tokens` tokens of a block fill.
+    pub fn block_content(&self, tokens: usize) -> u64 {
+        (0..self.layers.len()).flat_map(|i| self.layer_content(i, tokens)).map(|bytes| bytes as u64).sum()
+    }
+
+    /// Bytes of the windows and compressor states of all layers, without the padding of pages.
+    pub fn state_content(&self) -> u64 {
+        let layer = |l: &LayerLayout| (self.window * self.row_bytes() + 4 * (l.main_state + l.index_state)) as u64;
+        self.layers.iter().map(layer).sum()
+    }
+
     /// Wide pages of the window ring of one layer.
     pub fn ring_pages(&self) -> usize {
         self.window.div_ceil(WIDE_ROWS)

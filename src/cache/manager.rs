@@ -1,7 +1,8 @@
 //! The cache of one engine: its pages, its prefix index, its limits and its figures.
 //!
 //! Sessions take pages here. When the limit is reached, blocks that only the prefix index holds make room, the longest
-//! unused first; a block in use is never taken. Lock order: index, then pool.
+//! unused first; a block in use is never taken. They go to the tiers, if there are any. Lock order: index, then pool;
+//! the tiers' lock is taken alone.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,8 +14,9 @@ use crate::error::{Error, ErrorKind, Result};
 use super::block::Block;
 use super::layout::CacheLayout;
 use super::pool::{Bucket, Page, PagePool, PoolUsage};
-use super::prefix::{Checkpoint, Hit, LookupEnd, PrefixIndex, PrefixKey};
+use super::prefix::{Checkpoint, Evicted, Hit, LookupEnd, PrefixIndex, PrefixKey};
 use super::sequence::BLOCK_TOKENS;
+use super::tier::{TierStats, Tiers};
 
 /// Where checkpoints are kept, so that later prompts with the same beginning can start there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +51,8 @@ impl CacheOptions {
 /// Figures of an engine's cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStats {
+    /// Most bytes of pages.
+    pub limit_bytes: u64,
     /// Pages in use and free.
     pub pool: PoolUsage,
     /// Blocks in the prefix index.
@@ -75,6 +79,8 @@ pub struct CacheStats {
     pub forks: u64,
     /// Shared partial blocks copied before writing.
     pub copies_on_write: u64,
+    /// The tiers behind the pages.
+    pub tiers: TierStats,
 }
 
 #[derive(Default)]
@@ -98,6 +104,7 @@ pub struct CacheManager {
     pool: Arc<PagePool>,
     index: Mutex<PrefixIndex>,
     counters: Counters,
+    tiers: Option<Tiers>,
 }
 
 fn count(counter: &AtomicU64, by: usize) {
@@ -107,9 +114,14 @@ fn count(counter: &AtomicU64, by: usize) {
 impl CacheManager {
     /// A cache for rows of `layout`. `context` is what makes equal tokens mean equal rows.
     pub fn new(layout: CacheLayout, options: CacheOptions, context: &[u8]) -> Arc<Self> {
+        Self::with_tiers(layout, options, context, None)
+    }
+
+    /// As [`Self::new`], with tiers for what is evicted.
+    pub fn with_tiers(layout: CacheLayout, options: CacheOptions, context: &[u8], tiers: Option<Tiers>) -> Arc<Self> {
         let pool = PagePool::new(layout.page_bytes(), options.limit, options.poison);
         let root = PrefixKey::root(context);
-        Arc::new(Self { layout, options, root, pool, index: Mutex::default(), counters: Counters::default() })
+        Arc::new(Self { layout, options, root, pool, index: Mutex::default(), counters: Counters::default(), tiers })
     }
 
     /// Sizes of rows and pages.
@@ -156,14 +168,36 @@ impl CacheManager {
     /// Frees something that only the index holds; false if there is nothing.
     pub fn evict(&self) -> bool {
         let mut index = self.index();
-        if index.evict_block() {
-            count(&self.counters.evicted_blocks, 1);
-            return true;
+        // where every leaf is in use, checkpoints of theirs may not be
+        let evicted = index.evict_block().or_else(|| index.evict_checkpoint());
+        drop(index);
+        evicted.map(|evicted| self.offload(&evicted)).is_some()
+    }
+
+    /// Counts what had to make room, and hands it to the tiers.
+    fn offload(&self, evicted: &Evicted) {
+        let Evicted { parent, key, tokens, block, checkpoint } = evicted;
+        let counter = if block.is_some() { &self.counters.evicted_blocks } else { &self.counters.evicted_checkpoints };
+        count(counter, 1);
+        let Some(tiers) = &self.tiers else { return };
+        if let Some(block) = block {
+            tiers.offload_block(*parent, *key, tokens, block);
         }
-        // every leaf is in use, but checkpoints of theirs may not be
-        let evicted = index.evict_checkpoint();
-        count(&self.counters.evicted_checkpoints, usize::from(evicted));
-        evicted
+        if let Some(checkpoint) = checkpoint {
+            tiers.offload_checkpoint(*parent, *key, tokens, checkpoint);
+        }
+    }
+
+    /// Moves every reusable block that no session uses to the tiers, and from host memory to the directory; returns when
+    /// all is written.
+    pub fn flush(&self) {
+        let Some(tiers) = &self.tiers else { return };
+        loop {
+            let evicted = self.index().evict_block();
+            let Some(evicted) = evicted else { break };
+            self.offload(&evicted);
+        }
+        tiers.flush();
     }
 
     fn explain(&self, error: &Error) -> Error {
@@ -182,7 +216,10 @@ impl CacheManager {
 
     /// The longest reusable prefix of `tokens` behind `from`. If it is all of them, its checkpoint has the logits.
     pub fn lookup(&self, from: PrefixKey, tokens: &[u32]) -> Result<Hit> {
-        self.index().lookup(from, tokens)
+        let held = self.tiers.as_ref().map(|tiers| self.promote(tiers, from, tokens));
+        let hit = self.index().lookup(from, tokens);
+        drop(held);
+        hit
     }
 
     /// Counts a lookup of `asked` tokens, of which the session took `used` over.
@@ -194,6 +231,11 @@ impl CacheManager {
             LookupEnd::NoBlock => count(&self.counters.ended_no_block, 1),
             LookupEnd::NoCheckpoint => count(&self.counters.ended_no_checkpoint, 1),
         }
+    }
+
+    /// The block of `tokens` that has `key`, if it is in the index.
+    pub fn block(&self, key: PrefixKey, tokens: &[u32]) -> Option<Arc<Block>> {
+        self.index().block(key, tokens)
     }
 
     /// Makes a full block findable; returns an equal one that is there already, to be used instead.
@@ -208,12 +250,16 @@ impl CacheManager {
         if size + logits > self.options.checkpoint_limit {
             return;
         }
+        let mut evicted = Vec::new();
         let mut index = self.index();
         let bytes = |index: &PrefixIndex| index.len().1 as u64 * size + index.logit_bytes();
-        while bytes(&index) + size + logits > self.options.checkpoint_limit && index.evict_checkpoint() {
-            count(&self.counters.evicted_checkpoints, 1);
+        while bytes(&index) + size + logits > self.options.checkpoint_limit {
+            let Some(oldest) = index.evict_checkpoint() else { break };
+            evicted.push(oldest);
         }
         index.add_checkpoint(key, checkpoint);
+        drop(index);
+        evicted.iter().for_each(|evicted| self.offload(evicted));
     }
 
     /// The checkpoint at the end of block `key`, if it is kept.
@@ -242,6 +288,7 @@ impl CacheManager {
         let (blocks, checkpoints) = index.len();
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         CacheStats {
+            limit_bytes: self.options.limit,
             pool: self.pool.usage(),
             prefix_blocks: blocks as u64,
             evictable_blocks: index.evictable() as u64,
@@ -255,6 +302,7 @@ impl CacheManager {
             evicted_checkpoints: of(&self.counters.evicted_checkpoints),
             forks: of(&self.counters.forks),
             copies_on_write: of(&self.counters.copies_on_write),
+            tiers: self.tiers.as_ref().map(Tiers::stats).unwrap_or_default(),
         }
     }
 

@@ -11,6 +11,7 @@
 //! as it was. Knows nothing of devices or of the model's arithmetic.
 
 mod block;
+pub mod file;
 mod footprint;
 mod layout;
 mod manager;
@@ -20,6 +21,7 @@ mod prefix;
 mod rollback;
 mod sequence;
 mod state;
+pub mod tier;
 
 pub use block::Block;
 pub use layout::{CacheLayout, KvFormat, LayerLayout};

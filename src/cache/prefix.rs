@@ -31,6 +31,16 @@ impl PrefixKey {
         Self(xxh3_128(context))
     }
 
+    /// As a number, for names.
+    pub(super) fn number(self) -> u128 {
+        self.0
+    }
+
+    /// The key that [`Self::number`] gave.
+    pub(super) fn from_number(number: u128) -> Self {
+        Self(number)
+    }
+
     /// This prefix and one more block of tokens.
     pub fn extend(self, tokens: &[u32]) -> Self {
         let mut bytes = [0u8; 16 + 4 * BLOCK_TOKENS];
@@ -93,6 +103,15 @@ struct Node {
     children: u32,
     /// Time of last use; its place in `leaves` and `checkpoints`.
     tick: u64,
+}
+
+/// What had to make room.
+pub(super) struct Evicted {
+    pub(super) parent: PrefixKey,
+    pub(super) key: PrefixKey,
+    pub(super) tokens: Vec<u32>,
+    pub(super) block: Option<Arc<Block>>,
+    pub(super) checkpoint: Option<Checkpoint>,
 }
 
 /// The tree. Not thread-safe by itself.
@@ -181,6 +200,11 @@ impl PrefixIndex {
         Ok(None)
     }
 
+    /// The block of `tokens` that has `key`.
+    pub(super) fn block(&self, key: PrefixKey, tokens: &[u32]) -> Option<Arc<Block>> {
+        self.nodes.get(&key).filter(|n| n.tokens == tokens).map(|n| Arc::clone(&n.block))
+    }
+
     /// Keeps `checkpoint` at the end of block `key`, if that is in the index and has none, or one without logits.
     pub(super) fn add_checkpoint(&mut self, key: PrefixKey, checkpoint: Checkpoint) {
         let Some(node) = self.nodes.get_mut(&key) else { return };
@@ -197,30 +221,31 @@ impl PrefixIndex {
         self.nodes.get(&key)?.checkpoint.clone()
     }
 
-    /// Drops the checkpoint that was used longest ago; false if there is none.
-    pub(super) fn evict_checkpoint(&mut self) -> bool {
-        let Some((_, key)) = self.checkpoints.pop_first() else { return false };
-        let dropped = self.nodes.get_mut(&key).and_then(|node| node.checkpoint.take());
-        self.logit_bytes -= dropped.map_or(0, |checkpoint| checkpoint.logit_bytes());
-        true
+    /// Takes the checkpoint out that was used longest ago.
+    pub(super) fn evict_checkpoint(&mut self) -> Option<Evicted> {
+        let (_, key) = self.checkpoints.pop_first()?;
+        let node = self.nodes.get_mut(&key)?;
+        let checkpoint = node.checkpoint.take();
+        self.logit_bytes -= checkpoint.as_ref().map_or(0, Checkpoint::logit_bytes);
+        Some(Evicted { parent: node.parent, key, tokens: node.tokens.clone(), block: None, checkpoint })
     }
 
-    /// Drops the leaf that was used longest ago and that no sequence uses; false if there is none.
-    pub(super) fn evict_block(&mut self) -> bool {
-        let Some(key) = self.oldest_unused_leaf() else { return false };
-        let Some(node) = self.nodes.remove(&key) else { return false };
-        self.leaves.remove(&node.tick);
-        if let Some(checkpoint) = &node.checkpoint {
-            self.checkpoints.remove(&node.tick);
+    /// Takes the leaf out that was used longest ago and that no sequence uses.
+    pub(super) fn evict_block(&mut self) -> Option<Evicted> {
+        let key = self.oldest_unused_leaf()?;
+        let Node { parent, tokens, block, checkpoint, tick, .. } = self.nodes.remove(&key)?;
+        self.leaves.remove(&tick);
+        if let Some(checkpoint) = &checkpoint {
+            self.checkpoints.remove(&tick);
             self.logit_bytes -= checkpoint.logit_bytes();
         }
-        if let Some(parent) = self.nodes.get_mut(&node.parent) {
-            parent.children -= 1;
-            if parent.children == 0 {
-                self.leaves.insert(parent.tick, node.parent);
+        if let Some(node) = self.nodes.get_mut(&parent) {
+            node.children -= 1;
+            if node.children == 0 {
+                self.leaves.insert(node.tick, parent);
             }
         }
-        true
+        Some(Evicted { parent, key, tokens, block: Some(block), checkpoint })
     }
 
     fn oldest_unused_leaf(&mut self) -> Option<PrefixKey> {

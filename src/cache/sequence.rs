@@ -128,6 +128,22 @@ impl SequenceCache {
         Arc::clone(&self.state)
     }
 
+    /// A sequence of `blocks` up to and including the one that `state` stands in; `rollback` as for [`Self::new`].
+    pub fn from_parts(
+        manager: &Arc<CacheManager>,
+        blocks: Vec<Arc<Block>>,
+        state: Arc<State>,
+        rollback: usize,
+    ) -> Self {
+        debug_assert_eq!(blocks.len(), state.position().div_ceil(BLOCK_TOKENS), "blocks and state belong together");
+        Self { manager: Arc::clone(manager), blocks, state, undo: UndoLog::new(rollback) }
+    }
+
+    /// The last block, if it holds fewer than 256 tokens.
+    pub fn tail(&self) -> Option<&Block> {
+        if self.len().is_multiple_of(BLOCK_TOKENS) { None } else { Some(&self.blocks[self.len() / BLOCK_TOKENS]) }
+    }
+
     /// The blocks that hold 256 tokens each; a last one that holds fewer is not among them.
     pub fn full_blocks(&self) -> &[Arc<Block>] {
         &self.blocks[..self.len() / BLOCK_TOKENS]

@@ -74,6 +74,57 @@ impl State {
         Ok(copy)
     }
 
+    /// Hands over windows and compressor states, layer by layer, [`CacheLayout::state_content`] bytes: the window's slots
+    /// in order, zeros for those not used yet, then the states.
+    pub fn export(&self, layout: &CacheLayout, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let row = layout.row_bytes();
+        let unused = alloc::zeroed("empty window row", row)?;
+        for (layer, l) in self.layers.iter().zip(&layout.layers) {
+            for slot in 0..layout.window {
+                let used = slot < self.position;
+                sink(if used {
+                    &layer.ring[slot / WIDE_ROWS].bytes()[slot % WIDE_ROWS * row..][..row]
+                } else {
+                    &unused
+                })?;
+            }
+            for (pages, len) in [(&layer.main, 4 * l.main_state), (&layer.index, 4 * l.index_state)] {
+                let mut left = len;
+                for page in pages {
+                    let part = left.min(page.bytes().len());
+                    sink(&page.bytes()[..part])?;
+                    left -= part;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The state behind `position` tokens with what `source` fills in: the content of [`Self::export`].
+    pub fn import(
+        manager: &CacheManager,
+        position: usize,
+        source: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<Self> {
+        let layout = manager.layout();
+        let row = layout.row_bytes();
+        let mut state = Self::unset(manager, position)?;
+        for (layer, l) in state.layers.iter_mut().zip(&layout.layers) {
+            for slot in 0..layout.window {
+                source(&mut layer.ring[slot / WIDE_ROWS].bytes_mut()[slot % WIDE_ROWS * row..][..row])?;
+            }
+            for (pages, len) in [(&mut layer.main, 4 * l.main_state), (&mut layer.index, 4 * l.index_state)] {
+                let mut left = len;
+                for page in pages {
+                    let part = left.min(page.bytes().len());
+                    source(&mut page.bytes_mut()[..part])?;
+                    left -= part;
+                }
+            }
+        }
+        Ok(state)
+    }
+
     /// Tokens it stands behind.
     pub fn position(&self) -> usize {
         self.position

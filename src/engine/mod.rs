@@ -7,6 +7,8 @@ pub mod research;
 use std::sync::Arc;
 
 use crate::backend::cpu::Cpu;
+use crate::cache::file::Identity;
+use crate::cache::tier::Tiers;
 use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Probe, Segment, Tables, Trunk};
@@ -51,7 +53,9 @@ impl Engine {
         let tables = Tables::new(model.config());
         let context = format!("{:032x} {} {kv_format} {}", model.fingerprint(), options.numerics, options.prefix_salt);
         let layout = CacheLayout::new(model.config(), kv_format);
-        let cache = CacheManager::new(layout, options.cache_options(), context.as_bytes());
+        let identity = identity(model, &options, &layout);
+        let tiers = options.tiers.is_on().then(|| Tiers::new(options.tiers.clone(), identity)).transpose()?;
+        let cache = CacheManager::with_tiers(layout, options.cache_options(), context.as_bytes(), tiers);
         Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables, cache }))
     }
 
@@ -90,9 +94,20 @@ impl Engine {
         &self.cache
     }
 
+    /// Moves every reusable prefix that no session uses to the tiers, and what is in host memory to the directory, within
+    /// the write limits. Returns when all is written: for an orderly end, after which another process finds the prefixes.
+    pub fn flush_cache(&self) {
+        self.cache.flush();
+    }
+
     /// Figures of the cache.
     pub fn cache_stats(&self) -> CacheStats {
         self.cache.stats()
+    }
+
+    /// What a file must have been written with to be of use here.
+    pub(crate) fn identity(&self) -> Identity {
+        identity(&self.model, &self.options, self.cache.layout())
     }
 
     /// Runs `tokens` behind what `cache` holds and commits them. On error, and when `between` ends the step with one,
@@ -123,5 +138,14 @@ impl Engine {
             cpu: &self.cpu,
             tables: &self.tables,
         }
+    }
+}
+
+fn identity(model: &Model, options: &EngineOptions, layout: &CacheLayout) -> Identity {
+    Identity {
+        fingerprint: model.fingerprint(),
+        numerics: options.numerics.name().to_owned(),
+        vocab: model.config().vocab_size,
+        layout: layout.clone(),
     }
 }

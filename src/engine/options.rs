@@ -4,6 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::cache::tier::TierOptions;
 use crate::cache::{BLOCK_TOKENS, CacheOptions, CheckpointPolicy, KvFormat};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::Numerics;
@@ -61,6 +62,8 @@ pub struct EngineOptions {
     pub checkpoints: CheckpointPolicy,
     /// Prefixes are shared only between engines' sessions of equal salt; any text.
     pub prefix_salt: String,
+    /// Where reusable prefixes go that have to make room.
+    pub tiers: TierOptions,
     /// Fill freed cache pages with NaN bytes, so that a stale read shows. For tests; slower.
     pub poison_cache: bool,
 }
@@ -77,6 +80,7 @@ impl Default for EngineOptions {
             checkpoint_bytes: 0,
             checkpoints: CheckpointPolicy::Boundary,
             prefix_salt: String::new(),
+            tiers: TierOptions::default(),
             poison_cache: false,
         }
     }
@@ -87,6 +91,9 @@ impl EngineOptions {
     pub const MAX_THREADS: usize = 1024;
     /// Most tokens of a prefill chunk.
     pub const MAX_PREFILL_CHUNK: usize = 65_536;
+
+    /// Most blocks that are read ahead.
+    pub const MAX_PREFETCH_DEPTH: usize = 1024;
 
     /// Storage of the cache: the one that was asked for, else the numerics' own.
     pub fn kv_format(&self) -> KvFormat {
@@ -112,6 +119,10 @@ impl EngineOptions {
             && (n == 0 || !n.is_multiple_of(BLOCK_TOKENS))
         {
             bail!(InvalidArgument, "checkpoints every {n} tokens; a multiple of {BLOCK_TOKENS} is needed");
+        }
+        if !(1..=Self::MAX_PREFETCH_DEPTH).contains(&self.tiers.prefetch_depth) {
+            let depth = self.tiers.prefetch_depth;
+            bail!(InvalidArgument, "prefetch_depth is {depth}; 1 to {}", Self::MAX_PREFETCH_DEPTH);
         }
         if let DeviceChoice::Cuda(n) = self.device {
             let devices = crate::backend::cuda_devices()?;

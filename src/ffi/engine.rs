@@ -6,15 +6,17 @@
 use std::ffi::c_char;
 use std::ptr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::args::{
-    Options, Out, OutStruct, SizedStruct, c_text, choice, copy_text, free, init_options, object, options,
+    Options, Out, OutStruct, SizedStruct, c_text, choice, copy_text, flag, free, init_options, object, options, path,
 };
 use super::guard::{guard, guard_value};
 use super::handle::{Shared, SharedUse};
 use super::model::dsv4_model;
 use super::status::{dsv4_error, dsv4_status};
-use crate::cache::KvFormat;
+use crate::cache::tier::{Prefetch, TierOptions};
+use crate::cache::{CheckpointPolicy, KvFormat};
 use crate::engine::{DeviceChoice, Engine, EngineOptions};
 use crate::error::Result;
 use crate::model::Numerics;
@@ -66,6 +68,37 @@ const KV_FORMATS: [(dsv4_kv_format, Option<KvFormat>); 4] = [
     (dsv4_kv_format::F32, Some(KvFormat::F32)),
 ];
 
+/// Where checkpoints are kept, at which later prompts with the same beginning can start.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum dsv4_checkpoints {
+    /// At the last multiple of 256 tokens at or below the end of each prompt, and at each multiple that decoding reaches.
+    /// The default.
+    Boundary = 0,
+    /// Nowhere: every prompt is computed from its beginning.
+    None = 1,
+    /// At every multiple of `checkpoint_every` tokens.
+    Every = 2,
+}
+
+/// How far ahead of their use blocks are read from the disk tier.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum dsv4_prefetch {
+    /// While one is taken over, the next ones are read, `prefetch_depth` of them. The default.
+    Next = 0,
+    /// Not at all: each is read when it is waited for.
+    Off = 1,
+    /// As soon as a prompt is known, all that it can reuse is read, up to 16 times `prefetch_depth` ahead.
+    Aggressive = 2,
+}
+
+const PREFETCH: [(dsv4_prefetch, Prefetch); 3] = [
+    (dsv4_prefetch::Next, Prefetch::Next),
+    (dsv4_prefetch::Off, Prefetch::Off),
+    (dsv4_prefetch::Aggressive, Prefetch::Aggressive),
+];
+
 /// How an engine runs its model. Fill with `dsv4_engine_options_init`, then change what you like.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -85,6 +118,41 @@ pub struct dsv4_engine_options {
     /// Most tokens that go through the model at once, 1 to 65536; 256 by default. More is faster and takes more memory,
     /// and a call is cancelled within one such chunk.
     pub prefill_chunk: u32,
+    /// Most bytes of the cache, for sessions and reusable prompt beginnings together; 0, the default, is a quarter of the
+    /// machine's memory. Memory is taken as it fills; at the limit, beginnings that no session uses are dropped, the
+    /// longest unused first, and when all is in use calls fail with `NO_BLOCKS`.
+    pub cache_bytes: u64,
+    /// Most bytes of checkpoints, within `cache_bytes`; 0, the default, is a quarter of those.
+    pub checkpoint_bytes: u64,
+    /// A `dsv4_checkpoints`.
+    pub checkpoints: i32,
+    /// For `EVERY`: a multiple of 256. Otherwise it means nothing.
+    pub checkpoint_every: u32,
+    /// Prompt beginnings are shared only between sessions under the same salt: a text that ends with a NUL, different for
+    /// users who must not learn from response times what others asked. NULL, the default, is the empty text. Read during
+    /// the call only.
+    pub prefix_salt: *const c_char,
+    /// Bytes of host memory, beyond `cache_bytes`, for reusable beginnings that had to make room: the host tier. 0, the
+    /// default, is none.
+    pub host_tier_bytes: u64,
+    /// Folder of the disk tier, where what the host tier has no room for is kept, also for later runs and other processes:
+    /// a path that ends with a NUL. It is made if it is not there. NULL, the default, is none. Read during the call only.
+    pub disk_tier_path: *const c_char,
+    /// Most bytes of files in that folder; 0, the default, is no limit. The longest unused are deleted first.
+    pub disk_tier_bytes: u64,
+    /// Most bytes that are written to the folder per second, on average; what would exceed it is dropped. 0, the default,
+    /// is no limit.
+    pub disk_tier_write_rate: u64,
+    /// Most bytes that this engine writes to the folder in all; 0, the default, is no limit.
+    pub disk_tier_write_total: u64,
+    /// A `dsv4_prefetch`.
+    pub prefetch: i32,
+    /// Blocks that are read ahead, 1 to 1024; 4 by default.
+    pub prefetch_depth: u32,
+    /// Most milliseconds that a prompt waits for the tiers, before it computes what is missing; 2000 by default.
+    pub tier_timeout_ms: u32,
+    /// 1 fills freed cache memory with NaN, so that a defect shows as `NUMERIC`; slower. 0 is the default.
+    pub poison_cache: i32,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -102,6 +170,20 @@ impl Options for dsv4_engine_options {
             kv_format: dsv4_kv_format::Auto as i32,
             threads: rust.threads as u32,
             prefill_chunk: rust.prefill_chunk as u32,
+            cache_bytes: rust.cache_bytes,
+            checkpoint_bytes: rust.checkpoint_bytes,
+            checkpoints: dsv4_checkpoints::Boundary as i32,
+            checkpoint_every: 0,
+            prefix_salt: ptr::null(),
+            host_tier_bytes: rust.tiers.host_bytes,
+            disk_tier_path: ptr::null(),
+            disk_tier_bytes: rust.tiers.disk_bytes,
+            disk_tier_write_rate: rust.tiers.disk_write_rate,
+            disk_tier_write_total: rust.tiers.disk_write_total,
+            prefetch: dsv4_prefetch::Next as i32,
+            prefetch_depth: rust.tiers.prefetch_depth as u32,
+            tier_timeout_ms: rust.tiers.timeout.as_millis() as u32,
+            poison_cache: 0,
         }
     }
 }
@@ -142,7 +224,8 @@ pub unsafe extern "C" fn dsv4_engine_options_init_sized(options: *mut dsv4_engin
 /// Makes an engine on `model`. `options` may be NULL. `*out` receives the engine, to be freed with `dsv4_engine_free`.
 ///
 /// Errors: `INVALID_ARGUMENT` for an option out of range; `UNAVAILABLE` for a device that is not there and
-/// `UNSUPPORTED` for one that this version cannot run on; `OUT_OF_MEMORY`.
+/// `UNSUPPORTED` for one that this version cannot run on; `IO` for a folder of the disk tier that cannot be made or read;
+/// `OUT_OF_MEMORY`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_engine_new(
@@ -206,7 +289,7 @@ impl dsv4_engine {
 /// The Rust options behind those of C.
 ///
 /// # Safety
-/// `device` is NULL or text that ends with a NUL.
+/// `device`, `prefix_salt` and `disk_tier_path` are NULL or text that ends with a NUL.
 pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions> {
     let device = if options.device.is_null() {
         DeviceChoice::Cpu
@@ -214,14 +297,62 @@ pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions
         // SAFETY: by the contract above.
         unsafe { c_text(options.device, "device") }?.parse()?
     };
+    let salt = if options.prefix_salt.is_null() {
+        ""
+    } else {
+        // SAFETY: by the contract above.
+        unsafe { c_text(options.prefix_salt, "prefix_salt") }?
+    };
+    let policies = [
+        (dsv4_checkpoints::Boundary, CheckpointPolicy::Boundary),
+        (dsv4_checkpoints::None, CheckpointPolicy::None),
+        (dsv4_checkpoints::Every, CheckpointPolicy::Every(options.checkpoint_every as usize)),
+    ];
     Ok(EngineOptions {
         numerics: choice(options.numerics, "numerics", &NUMERICS, |n| n as i32)?,
         kv_format: choice(options.kv_format, "kv_format", &KV_FORMATS, |f| f as i32)?,
         device,
         threads: options.threads as usize,
         prefill_chunk: options.prefill_chunk as usize,
-        ..EngineOptions::default()
+        cache_bytes: options.cache_bytes,
+        checkpoint_bytes: options.checkpoint_bytes,
+        checkpoints: choice(options.checkpoints, "checkpoints", &policies, |p| p as i32)?,
+        prefix_salt: salt.to_owned(),
+        // SAFETY: by the contract above.
+        tiers: unsafe { tiers(options) }?,
+        poison_cache: flag(options.poison_cache, "poison_cache")?,
     })
+}
+
+/// # Safety
+/// As for [`read`].
+unsafe fn tiers(options: &dsv4_engine_options) -> Result<TierOptions> {
+    let directory = if options.disk_tier_path.is_null() {
+        None
+    } else {
+        // SAFETY: by the contract above.
+        Some(unsafe { path(options.disk_tier_path, "disk_tier_path") }?.to_owned())
+    };
+    Ok(TierOptions {
+        host_bytes: options.host_tier_bytes,
+        directory,
+        disk_bytes: options.disk_tier_bytes,
+        disk_write_rate: options.disk_tier_write_rate,
+        disk_write_total: options.disk_tier_write_total,
+        prefetch: choice(options.prefetch, "prefetch", &PREFETCH, |p| p as i32)?,
+        prefetch_depth: options.prefetch_depth as usize,
+        timeout: Duration::from_millis(options.tier_timeout_ms.into()),
+    })
+}
+
+/// The number of a format in the C API.
+pub(super) fn kv_format_number(format: KvFormat) -> i32 {
+    let format = match format {
+        KvFormat::Fp8 => dsv4_kv_format::Fp8,
+        KvFormat::Bf16 => dsv4_kv_format::Bf16,
+        KvFormat::F32 => dsv4_kv_format::F32,
+    };
+    format as i32
 }
 
 fn describe(engine: &Engine) -> dsv4_engine_info {
@@ -232,16 +363,11 @@ fn describe(engine: &Engine) -> dsv4_engine_info {
         Numerics::Kvquant => dsv4_numerics::Kvquant,
         Numerics::Exact => dsv4_numerics::Exact,
     };
-    let kv_format = match engine.kv_format() {
-        KvFormat::Fp8 => dsv4_kv_format::Fp8,
-        KvFormat::Bf16 => dsv4_kv_format::Bf16,
-        KvFormat::F32 => dsv4_kv_format::F32,
-    };
     let mut info = dsv4_engine_info {
         size: size_of::<dsv4_engine_info>(),
         simd: [0; 16],
         numerics: numerics as i32,
-        kv_format: kv_format as i32,
+        kv_format: kv_format_number(engine.kv_format()),
         threads: engine.threads() as u32,
         prefill_chunk: options.prefill_chunk as u32,
     };

@@ -89,6 +89,7 @@ pub mod model;
 pub mod plan;
 pub mod sampler;
 pub mod session;
+pub mod session_file;
 pub mod status;
 pub mod tokenizer;
 pub mod version;
@@ -112,6 +113,7 @@ pub mod testing {
         "tokenizer",
         "engine",
         "session",
+        "session_file",
         "sampler",
         "generate",
         "chat",

@@ -14,13 +14,25 @@ use super::engine::dsv4_engine;
 use super::guard::{guard, guard_value, unfenced};
 use super::handle::Exclusive;
 use super::status::{dsv4_error, dsv4_status};
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 use crate::session::{CancelToken, Progress, Session, SessionOptions};
 
 /// A session. One thread at a time.
 pub struct dsv4_session {
     pub(super) exclusive: Arc<Exclusive<Session>>,
     cancel: CancelToken,
+}
+
+impl dsv4_session {
+    pub(super) fn new(session: Session) -> Self {
+        let cancel = session.cancel_token();
+        Self { exclusive: Arc::new(Exclusive::new("the session", session)), cancel }
+    }
+}
+
+/// The Rust options behind those of C.
+pub(super) fn read(options: &dsv4_session_options) -> Result<SessionOptions> {
+    Ok(SessionOptions { context: count(options.context, "context")?, rollback: count(options.rollback, "rollback")? })
 }
 
 /// Options of a session. Fill with `dsv4_session_options_init`, then change what you like.
@@ -65,6 +77,9 @@ pub struct dsv4_session_info {
     pub has_logits: i32,
     /// 0.
     pub reserved: i32,
+    /// Tokens that were taken from the cache instead of computed, over the session's life: beginnings of prompts that the
+    /// engine knew, and what was restored from a file.
+    pub reused_tokens: u64,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -107,13 +122,7 @@ pub unsafe extern "C" fn dsv4_session_new(
         // SAFETY: as above.
         let options = unsafe { self::options(options) }?;
         out.check()?;
-        let options = SessionOptions {
-            context: count(options.context, "context")?,
-            rollback: count(options.rollback, "rollback")?,
-        };
-        let session = Session::new(&engine, options)?;
-        let cancel = session.cancel_token();
-        out.give(dsv4_session { exclusive: Arc::new(Exclusive::new("the session", session)), cancel });
+        out.give(dsv4_session::new(Session::new(&engine, read(&options)?)?));
         Ok(())
     })
 }
@@ -268,6 +277,7 @@ pub unsafe extern "C" fn dsv4_session_get_info(
             remaining: session.remaining() as u64,
             has_logits: i32::from(session.logits().is_some()),
             reserved: 0,
+            reused_tokens: session.reused_tokens(),
         });
         Ok(())
     })
@@ -282,6 +292,49 @@ pub unsafe extern "C" fn dsv4_session_clear(session: *mut dsv4_session, err: *mu
     guard("dsv4_session_clear", err, || {
         // SAFETY: by the header's contract.
         unsafe { object(session, "session") }?.exclusive.get()?.clear()?;
+        Ok(())
+    })
+}
+
+/// Makes a session with the same tokens and logits, for another continuation. `*out` receives it, to be freed with
+/// `dsv4_session_free`. Nothing is copied but tokens and logits: the cache is shared until one of the two writes to it.
+///
+/// Errors: `BUSY`; `OUT_OF_MEMORY`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_fork(
+    session: *mut dsv4_session,
+    out: *mut *mut dsv4_session,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    // SAFETY: NULL or a valid output by the header's contract.
+    let out = unsafe { Out::new(out, "out") };
+    guard("dsv4_session_fork", err, || {
+        // SAFETY: as above.
+        let session = unsafe { object(session, "session") }?.exclusive.get()?;
+        out.check()?;
+        out.give(dsv4_session::new(session.fork()?));
+        Ok(())
+    })
+}
+
+/// Goes back to the first `position` tokens, exactly: starts from the nearest checkpoint below and computes the rest
+/// again. The logits are then those behind token `position - 1`. Generations that were started on the session end with an
+/// error.
+///
+/// Errors: `INVALID_ARGUMENT` if the session has fewer tokens; `BUSY`; those of `dsv4_session_feed`, after which the
+/// session holds a beginning of the tokens that were wanted.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_truncate(
+    session: *mut dsv4_session,
+    position: u64,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    guard("dsv4_session_truncate", err, || {
+        // SAFETY: by the header's contract.
+        let mut session = unsafe { object(session, "session") }?.exclusive.get()?;
+        session.truncate(count(position, "position")?)?;
         Ok(())
     })
 }

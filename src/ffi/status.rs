@@ -22,7 +22,7 @@ pub enum dsv4_status {
     NotFound = 2,
     /// The operating system refused to read, map or write a file.
     Io = 3,
-    /// A checkpoint is damaged, truncated or contradicts itself.
+    /// A checkpoint or session file is damaged, truncated or contradicts itself.
     Corrupt = 4,
     /// `config.json` has a known key with a wrong type or an impossible value.
     Config = 5,
@@ -56,11 +56,13 @@ pub enum dsv4_status {
     /// The engine's cache limit is reached by pages in use; the message has the counts. The session is unchanged, and
     /// freeing any session lets it go on.
     NoBlocks = 19,
+    /// A session file was written with another model, numerics or cache format than the engine's.
+    Mismatch = 20,
 }
 
 impl dsv4_status {
     /// All of them, by number.
-    pub(super) const ALL: [(Self, &'static std::ffi::CStr); 20] = [
+    pub(super) const ALL: [(Self, &'static std::ffi::CStr); 21] = [
         (Self::Ok, c"OK"),
         (Self::InvalidArgument, c"INVALID_ARGUMENT"),
         (Self::NotFound, c"NOT_FOUND"),
@@ -81,6 +83,7 @@ impl dsv4_status {
         (Self::Panic, c"PANIC"),
         (Self::BufferTooSmall, c"BUFFER_TOO_SMALL"),
         (Self::NoBlocks, c"NO_BLOCKS"),
+        (Self::Mismatch, c"MISMATCH"),
     ];
 }
 
@@ -91,6 +94,7 @@ impl From<ErrorKind> for dsv4_status {
             ErrorKind::NotFound => Self::NotFound,
             ErrorKind::Io => Self::Io,
             ErrorKind::Corrupt => Self::Corrupt,
+            ErrorKind::Mismatch => Self::Mismatch,
             ErrorKind::Config => Self::Config,
             ErrorKind::UnsupportedModel => Self::UnsupportedModel,
             ErrorKind::Unsupported => Self::Unsupported,

@@ -3,6 +3,7 @@
 
 mod cancel;
 pub mod eval;
+mod file;
 mod generate;
 mod stop;
 
@@ -18,6 +19,7 @@ use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
 
 pub use cancel::CancelToken;
+pub use file::{SaveOptions, Saved, SessionFile, SessionFileInfo};
 pub(crate) use generate::Decoding;
 pub use generate::{Finish, GenerateOptions, Generation, Piece};
 pub use stop::{Step, StopConditions, StopMatcher, StopReason};
@@ -37,6 +39,18 @@ pub struct SessionOptions {
 impl SessionOptions {
     /// Most tokens of [`SessionOptions::rollback`].
     pub const MAX_ROLLBACK: usize = 64;
+
+    /// The context that a session on `engine` gets, if all options are within their ranges.
+    fn context(self, engine: &Engine) -> Result<usize> {
+        let longest = engine.model().config().max_position_embeddings;
+        if self.context > longest {
+            bail!(InvalidArgument, "context is {}; the model's max_position_embeddings is {longest}", self.context);
+        }
+        if self.rollback > Self::MAX_ROLLBACK {
+            bail!(InvalidArgument, "rollback is {}; at most {}", self.rollback, Self::MAX_ROLLBACK);
+        }
+        Ok(if self.context == 0 { longest } else { self.context })
+    }
 }
 
 /// How far a call to [`Session::feed_with`] has come.
@@ -83,27 +97,25 @@ impl Session {
     /// # Errors
     /// `InvalidArgument` if the context is longer than the model's, `OutOfMemory` for its fixed memory.
     pub fn new(engine: &Arc<Engine>, options: SessionOptions) -> Result<Self> {
-        let longest = engine.model().config().max_position_embeddings;
-        if options.context > longest {
-            bail!(InvalidArgument, "context is {}; the model's max_position_embeddings is {longest}", options.context);
-        }
-        if options.rollback > SessionOptions::MAX_ROLLBACK {
-            bail!(InvalidArgument, "rollback is {}; at most {}", options.rollback, SessionOptions::MAX_ROLLBACK);
-        }
-        let context = if options.context == 0 { longest } else { options.context };
-        Ok(Self {
-            cache: engine.new_cache(options.rollback)?,
+        let context = options.context(engine)?;
+        Ok(Self::over(engine, context, engine.new_cache(options.rollback)?, options.rollback))
+    }
+
+    /// A session of no tokens that has `cache`.
+    fn over(engine: &Arc<Engine>, context: usize, cache: SequenceCache, rollback: usize) -> Self {
+        Self {
             engine: Arc::clone(engine),
+            cache,
             context,
             tokens: Vec::new(),
             logits: Vec::new(),
             keys: Vec::new(),
             mark: None,
             earlier: VecDeque::new(),
-            rollback: options.rollback,
+            rollback,
             reused: 0,
             cancel: CancelToken::new(),
-        })
+        }
     }
 
     /// Appends `tokens` and computes the logits behind the last one. No tokens is no work and no error.

@@ -1,7 +1,7 @@
 //! The functions by name. A test compares the table with the header.
 
 use dsv4::ffi::{
-    cache, chat, device, engine, generate, log, model, plan, sampler, session, status, tokenizer, version,
+    cache, chat, device, engine, generate, log, model, plan, sampler, session, session_file, status, tokenizer, version,
 };
 
 macro_rules! functions {
@@ -24,7 +24,8 @@ pub(crate) const FUNCTIONS: &[Function] = functions! {
         dsv4_detokenizer_new dsv4_detokenizer_free dsv4_detokenizer_push dsv4_detokenizer_finish;
     engine: dsv4_engine_options_init_sized dsv4_engine_new dsv4_engine_free dsv4_engine_get_info;
     session: dsv4_session_options_init_sized dsv4_session_new dsv4_session_free dsv4_session_feed dsv4_session_feed_all
-        dsv4_session_logits dsv4_session_tokens dsv4_session_get_info dsv4_session_clear dsv4_session_cancel;
+        dsv4_session_logits dsv4_session_tokens dsv4_session_get_info dsv4_session_clear dsv4_session_fork dsv4_session_truncate dsv4_session_cancel;
+    session_file: dsv4_session_save dsv4_session_restore dsv4_session_file_get_info dsv4_session_file_verify;
     sampler: dsv4_sampler_options_init_sized dsv4_sampler_new dsv4_sampler_free dsv4_sampler_sample dsv4_sampler_accept
         dsv4_sampler_reset;
     generate: dsv4_generation_options_init_sized dsv4_generation_new dsv4_generation_free dsv4_generation_next
@@ -32,7 +33,7 @@ pub(crate) const FUNCTIONS: &[Function] = functions! {
     chat: dsv4_chat_options_init_sized dsv4_chat_render dsv4_prompt_free dsv4_prompt_tokens dsv4_prompt_text
         dsv4_chat_parser_new dsv4_chat_parser_free dsv4_chat_parser_push_token dsv4_chat_parser_push_text
         dsv4_chat_parser_finish dsv4_chat_parser_next dsv4_chat_parser_message;
-    cache: dsv4_session_get_cache_info;
+    cache: dsv4_session_get_cache_info dsv4_engine_get_cache_stats dsv4_engine_flush_cache;
     plan: dsv4_model_get_plan;
 };
 

@@ -7,6 +7,7 @@ use std::sync::{Arc, LazyLock};
 
 use dsv4::Model;
 use dsv4::ffi::testing::model_handle;
+use tempfile::TempDir;
 
 use super::functions::address;
 use super::signatures::{Parameter, Signature};
@@ -27,6 +28,9 @@ pub(crate) struct World {
     /// Memory of the current call.
     memory: Vec<Vec<u64>>,
     path: CString,
+    /// A session file in the folder.
+    session_path: CString,
+    _folder: TempDir,
 }
 
 /// `dsv4_error` as C sees it.
@@ -52,15 +56,20 @@ impl World {
         static MODEL: LazyLock<Arc<Model>> =
             LazyLock::new(|| Model::open(model_path()).expect("the small model opens"));
         let path = CString::new(model_path().to_str().expect("a UTF-8 path")).expect("no NUL");
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let session_path = folder.path().join("a.session");
+        let session_path = CString::new(session_path.to_str().expect("a UTF-8 path")).expect("no NUL");
         let error = Box::new(Error { size: 0, code: -1, message: [0x55; 1000] });
         let model = model_handle(Arc::clone(&MODEL)).expect("a handle");
-        let mut world = Self { handles: vec![("dsv4_model", model as usize)], error, memory: Vec::new(), path };
+        let handles = vec![("dsv4_model", model as usize)];
+        let mut world = Self { handles, error, memory: Vec::new(), path, session_path, _folder: folder };
         let signatures = Signature::all();
         for (kind, maker) in [
             ("dsv4_engine", "dsv4_engine_new"),
             ("dsv4_session", "dsv4_session_new"),
             ("dsv4_sampler", "dsv4_sampler_new"),
             ("", "dsv4_session_feed"),
+            ("", "dsv4_session_save"),
             ("dsv4_generation", "dsv4_generation_new"),
             ("dsv4_detokenizer", "dsv4_detokenizer_new"),
             ("dsv4_prompt", "dsv4_chat_render"),
@@ -171,6 +180,9 @@ impl World {
         let is_marker = signature.name == "dsv4_tokenizer_token_id";
         match (kind.as_str(), name.as_str()) {
             ("dsv4_error *", "err") => &raw mut *self.error as usize,
+            ("const char *", "path") if signature.name.starts_with("dsv4_session_") => {
+                self.session_path.as_ptr() as usize
+            }
             ("const char *", "path") => self.path.as_ptr() as usize,
             ("const char *", "messages") => MESSAGES.as_ptr() as usize,
             ("size_t", "messages_len") => MESSAGES.len(),
@@ -186,8 +198,8 @@ impl World {
             ("uint32_t", "token") => 5,
             ("uint32_t", "header_version") => 1 << 8,
             ("size_t", "index")
-            | ("uint64_t", "context")
-            | ("int32_t", "markup" | "thinking" | "level" | "status")
+            | ("uint64_t", "context" | "position")
+            | ("int32_t", "complete" | "markup" | "thinking" | "level" | "status")
             | ("void *", "userdata") => 0,
             ("dsv4_progress_callback", _) => on_progress as *const () as usize,
             ("dsv4_piece_callback", _) => on_piece as *const () as usize,
@@ -257,7 +269,7 @@ fn free(kind: &str, object: usize) {
 
 /// Whether a type is an opaque object, by the header's names.
 pub(crate) fn is_object(base: &str) -> bool {
-    let ends = ["_options", "_info", "_error", "_piece", "_event", "_plan", "_callback", "_status"];
+    let ends = ["_options", "_info", "_stats", "_error", "_piece", "_event", "_plan", "_callback", "_status"];
     base.starts_with("dsv4_") && !base.ends_with('*') && !ends.iter().any(|end| base.ends_with(end))
 }
 

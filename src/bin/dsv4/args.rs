@@ -2,13 +2,16 @@
 
 #![forbid(unsafe_code)]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use clap::Args;
+use dsv4::cache::BLOCK_TOKENS;
+use dsv4::cache::tier::{Prefetch, TierOptions};
 use dsv4::{
-    DeviceChoice, Engine, EngineOptions, Error, ErrorKind, KvFormat, Model, Numerics, SamplerOptions, Session,
-    SessionOptions,
+    CheckpointPolicy, DeviceChoice, Engine, EngineOptions, Error, ErrorKind, KvFormat, Model, Numerics, SamplerOptions,
+    SaveOptions, Session, SessionOptions,
 };
 use serde_json::Value;
 
@@ -43,6 +46,117 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N", default_value_t = EngineOptions::default().prefill_chunk as u64,
           value_parser = clap::value_parser!(u64).range(CHUNKS))]
     pub(crate) chunk: u64,
+
+    #[command(flatten)]
+    cache: CacheArgs,
+}
+
+/// What the cache may use and keeps.
+#[derive(Args)]
+#[command(next_help_heading = "Cache")]
+struct CacheArgs {
+    /// Most memory for the cache, sessions and reusable prompt beginnings together, such as 8G or 500M; 0 is a quarter of
+    /// the machine's
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    cache_bytes: u64,
+
+    /// Most memory for checkpoints, at which later prompts can start, within --cache-bytes; 0 is a quarter of it
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    checkpoint_bytes: u64,
+
+    /// Where checkpoints are kept: none (no reuse), boundary (ends of prompts and turns), or every N tokens (N a multiple
+    /// of 256)
+    #[arg(long, value_name = "POLICY", default_value = "boundary", value_parser = policy)]
+    checkpoints: CheckpointPolicy,
+
+    /// Prompt beginnings are shared only under the same salt
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    salt: String,
+
+    /// Fill freed cache memory with NaN, to find defects; slower
+    #[arg(long)]
+    poison: bool,
+
+    /// Host memory for prompt beginnings that had to make room, beyond --cache-bytes
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    host_tier: u64,
+
+    /// Folder for prompt beginnings that the host tier has no room for, kept for later runs
+    #[arg(long, value_name = "FOLDER")]
+    disk_tier: Option<PathBuf>,
+
+    /// Most bytes of files in that folder; 0 is no limit
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    disk_tier_bytes: u64,
+
+    /// Most bytes written to the folder per second; 0 is no limit
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    disk_write_rate: u64,
+
+    /// Most bytes written to the folder in all; 0 is no limit
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    disk_write_total: u64,
+
+    /// Reading ahead from the folder: off, next (--prefetch-depth blocks) or aggressive (16 times as many, at once)
+    #[arg(long, value_name = "MODE", default_value = "next", value_parser = prefetch)]
+    prefetch: Prefetch,
+
+    /// Blocks that are read ahead
+    #[arg(long, value_name = "N", default_value_t = TierOptions::default().prefetch_depth as u64,
+          value_parser = clap::value_parser!(u64).range(1..=EngineOptions::MAX_PREFETCH_DEPTH as u64))]
+    prefetch_depth: u64,
+
+    /// Most milliseconds that a prompt waits for the tiers before it computes instead
+    #[arg(long, value_name = "MS", default_value_t = TierOptions::default().timeout.as_millis() as u32)]
+    tier_timeout: u32,
+}
+
+impl CacheArgs {
+    fn tiers(&self) -> TierOptions {
+        TierOptions {
+            host_bytes: self.host_tier,
+            directory: self.disk_tier.clone(),
+            disk_bytes: self.disk_tier_bytes,
+            disk_write_rate: self.disk_write_rate,
+            disk_write_total: self.disk_write_total,
+            prefetch: self.prefetch,
+            prefetch_depth: self.prefetch_depth as usize,
+            timeout: Duration::from_millis(self.tier_timeout.into()),
+        }
+    }
+}
+
+fn prefetch(text: &str) -> Result<Prefetch, String> {
+    match text {
+        "off" => Ok(Prefetch::Off),
+        "next" => Ok(Prefetch::Next),
+        "aggressive" => Ok(Prefetch::Aggressive),
+        _ => Err("off, next or aggressive".to_owned()),
+    }
+}
+
+/// A number of bytes: plain, or with K, M, G or T (powers of 1024).
+fn size(text: &str) -> Result<u64, String> {
+    let (digits, shift) = match text.char_indices().last() {
+        Some((at, 'K' | 'k')) => (&text[..at], 10),
+        Some((at, 'M' | 'm')) => (&text[..at], 20),
+        Some((at, 'G' | 'g')) => (&text[..at], 30),
+        Some((at, 'T' | 't')) => (&text[..at], 40),
+        _ => (text, 0),
+    };
+    let number: u64 = digits.parse().map_err(|_| "not a size; examples: 500000000, 500M, 8G".to_owned())?;
+    number.checked_mul(1 << shift).ok_or_else(|| "larger than 64 bits can hold".to_owned())
+}
+
+fn policy(text: &str) -> Result<CheckpointPolicy, String> {
+    match text {
+        "none" => Ok(CheckpointPolicy::None),
+        "boundary" => Ok(CheckpointPolicy::Boundary),
+        n => match n.parse::<usize>() {
+            Ok(n) if n > 0 && n.is_multiple_of(BLOCK_TOKENS) => Ok(CheckpointPolicy::Every(n)),
+            _ => Err(format!("none, boundary, or a multiple of {BLOCK_TOKENS}")),
+        },
+    }
 }
 
 impl EngineArgs {
@@ -53,7 +167,12 @@ impl EngineArgs {
             device: self.device,
             threads: self.threads as usize,
             prefill_chunk: self.chunk as usize,
-            ..EngineOptions::default()
+            cache_bytes: self.cache.cache_bytes,
+            checkpoint_bytes: self.cache.checkpoint_bytes,
+            checkpoints: self.cache.checkpoints,
+            prefix_salt: self.cache.salt.clone(),
+            tiers: self.cache.tiers(),
+            poison_cache: self.cache.poison,
         }
     }
 
@@ -73,7 +192,37 @@ pub(crate) struct ContextArgs {
 
 impl ContextArgs {
     pub(crate) fn session(&self, engine: &Arc<Engine>) -> Result<Session> {
-        Ok(Session::new(engine, SessionOptions { context: self.context, ..SessionOptions::default() })?)
+        Ok(Session::new(engine, self.options())?)
+    }
+
+    fn options(&self) -> SessionOptions {
+        SessionOptions { context: self.context, ..SessionOptions::default() }
+    }
+}
+
+/// A file to go on from and to save to.
+#[derive(Args)]
+pub(crate) struct SessionArgs {
+    /// Go on behind what this session file holds, if it exists, and save to it at the end
+    #[arg(long, value_name = "FILE", help_heading = "Cache")]
+    session: Option<PathBuf>,
+}
+
+impl SessionArgs {
+    /// The session in the file, or an empty one.
+    pub(crate) fn open(&self, engine: &Arc<Engine>, context: &ContextArgs) -> Result<Session> {
+        match self.session.as_deref().filter(|file| file.exists()) {
+            Some(file) => Ok(Session::restore(engine, file, context.options())?),
+            None => context.session(engine),
+        }
+    }
+
+    /// Saves to the file, if there is one.
+    pub(crate) fn save(&self, session: &Session) -> Result {
+        if let Some(file) = &self.session {
+            session.save_with(file, SaveOptions { complete: true })?;
+        }
+        Ok(())
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod args;
 mod bench;
+mod cache;
 mod chat;
 mod eval;
 mod failure;
@@ -50,6 +51,7 @@ enum Command {
     Chat(chat::Args),
     Info(info::Args),
     Verify(verify::Args),
+    Cache(cache::Args),
     Eval(eval::Args),
     Bench(bench::Args),
     Trace(trace::Args),
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Info(args) => info::run(&args),
         Command::Verify(args) => verify::run(&args),
+        Command::Cache(args) => cache::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Trace(args) => trace::run(&args),

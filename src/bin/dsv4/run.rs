@@ -5,9 +5,9 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use dsv4::{Engine, ErrorKind, Finish, GenerateOptions, Generation, Markup, Model, Sampler, Session, TokenId};
+use dsv4::{Engine, ErrorKind, Finish, GenerateOptions, Generation, Markup, Sampler, Session, TokenId};
 
-use crate::args::{ContextArgs, EngineArgs, SamplingArgs};
+use crate::args::{ContextArgs, EngineArgs, SamplingArgs, SessionArgs};
 use crate::failure::{Failure, Result};
 use crate::interrupt::Interrupt;
 use crate::{output, progress};
@@ -18,6 +18,7 @@ The text goes to standard output as it comes; progress, speed and errors go to s
 Examples:
   dsv4 run examples/models/tiny-v4 --prompt \"Once upon a time\"
   dsv4 run MODEL --prompt-file chapter.txt --max-tokens 500 --stats > next.txt
+  dsv4 run MODEL --session tale.session --prompt \"Once upon a time\"; dsv4 run MODEL --session tale.session --prompt \" Then\"
   echo -n \"2 + 2 =\" | dsv4 run MODEL --prompt-file - --greedy --stop $'\\n'
   dsv4 run MODEL --no-bos --markup --prompt '<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜></think>'";
 
@@ -62,6 +63,9 @@ pub(crate) struct Args {
     context: ContextArgs,
 
     #[command(flatten)]
+    session: SessionArgs,
+
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
@@ -97,11 +101,14 @@ impl PromptArgs {
         }
     }
 
-    fn tokens(&self, model: &Model, text: &str) -> Result<Vec<TokenId>> {
+    /// The tokens that go behind those of `session`.
+    fn tokens(&self, session: &Session, text: &str) -> Result<Vec<TokenId>> {
+        let (model, is_start) = (session.engine().model(), session.position() == 0);
         let markup = if self.markup { Markup::Parse } else { Markup::Text };
-        let mut ids = if self.no_bos { Vec::new() } else { vec![model.config().bos_token_id] };
+        let bos = (is_start && !self.no_bos).then_some(model.config().bos_token_id);
+        let mut ids: Vec<TokenId> = bos.into_iter().collect();
         ids.extend(model.tokenizer()?.encode(text, markup)?);
-        if ids.is_empty() {
+        if ids.is_empty() && is_start {
             return Err(Failure::Usage("the prompt is empty, and --no-bos leaves nothing to start from".to_owned()));
         }
         Ok(ids)
@@ -112,10 +119,10 @@ pub(crate) fn run(args: Args) -> Result {
     let sampling = args.sampling.options(&args.model)?;
     let text = args.prompt.text()?;
     let engine = args.engine.open(&args.model)?;
-    let prompt = args.prompt.tokens(engine.model(), &text)?;
-    let mut session = args.context.session(&engine)?;
+    let mut session = args.session.open(&engine, &args.context)?;
+    let prompt = args.prompt.tokens(&session, &text)?;
     let mut sampler = Sampler::new(sampling)?;
-    for &id in &prompt {
+    for &id in session.tokens().iter().chain(&prompt) {
         sampler.accept(id);
     }
     let interrupt = Interrupt::arm();
@@ -140,10 +147,18 @@ pub(crate) fn run(args: Args) -> Result {
     if output::is_terminal() || ended.is_ok() {
         output::piece("\n")?;
     }
+    if let (Ok(Some(token)), Some(Finish::MaxTokens)) = (&ended, finish) {
+        // printed, but not yet in the session
+        session.feed(&[*token])?;
+    }
+    args.session.save(&session)?;
     if args.stats {
         Stats { prompt: prompt.len(), prefill, tokens, decode: start.elapsed(), finish }.report(&engine, &session);
     }
-    ended
+    // what the session used can go to the disk tier, if there is one
+    drop(session);
+    engine.flush_cache();
+    ended.map(drop)
 }
 
 /// Feeds `ids` with a progress bar; Ctrl-C ends it behind a chunk.
@@ -162,15 +177,18 @@ pub(crate) fn feed(session: &mut Session, ids: &[TokenId], interrupt: &Interrupt
     }
 }
 
-/// Prints a generation as it comes.
-fn stream(generation: &mut Generation<'_>, interrupt: &Interrupt) -> Result {
+/// Prints a generation as it comes. Returns its last token.
+fn stream(generation: &mut Generation<'_>, interrupt: &Interrupt) -> Result<Option<TokenId>> {
+    let mut last = None;
     for piece in generation {
-        output::piece(&piece?.text)?;
+        let piece = piece?;
+        output::piece(&piece.text)?;
+        last = Some(piece.token);
         if interrupt.seen() {
             return Err(Failure::Interrupted);
         }
     }
-    Ok(())
+    Ok(last)
 }
 
 /// What `--stats` reports.

@@ -1,0 +1,122 @@
+// Sessions in files: saved, looked at, restored, and going on identically; forked and truncated; and files that are no good.
+
+#include "check.h"
+
+#include <unistd.h>
+
+// A copy of the session's logits, to be freed.
+static float *logits_of(dsv4_session *session, size_t *n)
+{
+    dsv4_error err = {0};
+    const float *logits = NULL;
+    OK(dsv4_session_logits(session, &logits, n, &err));
+    float *copy = malloc(*n * sizeof *copy);
+    CHECK(copy != NULL);
+    memcpy(copy, logits, *n * sizeof *copy);
+    return copy;
+}
+
+static void check_same(dsv4_session *a, dsv4_session *b)
+{
+    size_t n = 0, m = 0;
+    float *x = logits_of(a, &n), *y = logits_of(b, &m);
+    CHECK(n == m && memcmp(x, y, n * sizeof *x) == 0);
+    free(x);
+    free(y);
+}
+
+static void feed(dsv4_session *session, const uint32_t *tokens, size_t n)
+{
+    dsv4_error err = {0};
+    OK(dsv4_session_feed(session, tokens, n, NULL, NULL, &err));
+}
+
+int main(int argc, char **argv)
+{
+    CHECK(argc == 2);
+    dsv4_error err = {0};
+    char path[64], other[64];
+    snprintf(path, sizeof path, "session_file_%ld.session", (long)getpid());
+    snprintf(other, sizeof other, "session_file_%ld.other", (long)getpid());
+    fixture f = fixture_open(argv[1]);
+    uint32_t tokens[64];
+    for (uint32_t i = 0; i < 64; i++) tokens[i] = 10 + i;
+    feed(f.session, tokens, 40);
+
+    // there and back, on an engine of its own
+    OK(dsv4_session_save(f.session, path, 0, &err));
+    dsv4_session_file_info file = {0};
+    file.size = sizeof file;
+    OK(dsv4_session_file_verify(path, &file, &err));
+    CHECK(file.tokens == 40 && file.pending_tokens == 0 && file.saves == 1 && file.kv_format == DSV4_KV_FORMAT_FP8);
+    CHECK(strcmp(file.numerics, "reference") == 0 && strlen(file.fingerprint) == 32);
+    CHECK(file.file_bytes == file.frame_bytes + file.block_bytes + file.state_bytes + file.token_bytes + file.unused_bytes);
+    fixture g = fixture_open(argv[1]);
+    dsv4_session *restored = NULL;
+    OK(dsv4_session_restore(g.engine, path, NULL, &restored, &err));
+    dsv4_session_info info = {sizeof info, 0, 0, 0, 0, 0, 0};
+    OK(dsv4_session_get_info(restored, &info, &err));
+    CHECK(info.position == 40 && info.reused_tokens == 40 && info.has_logits == 1);
+    check_same(f.session, restored);
+
+    // they go on identically, and so does a fork that goes another way and back
+    dsv4_session *fork = NULL;
+    OK(dsv4_session_fork(restored, &fork, &err));
+    for (size_t i = 40; i < 50; i++) {
+        feed(f.session, tokens + i, 1);
+        feed(restored, tokens + i, 1);
+        check_same(f.session, restored);
+    }
+    feed(fork, tokens, 7);
+    OK(dsv4_session_truncate(fork, 40, &err));
+    feed(fork, tokens + 40, 10);
+    check_same(f.session, fork);
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "cannot truncate to 51 tokens", dsv4_session_truncate(fork, 51, &err));
+
+    // an addition, complete
+    OK(dsv4_session_save(restored, path, 1, &err));
+    OK(dsv4_session_file_get_info(path, &file, &err));
+    CHECK(file.tokens == 50 && file.pending_tokens == 0);
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "complete is 2; 0 or 1", dsv4_session_save(restored, path, 2, &err));
+    dsv4_session_free(restored);
+    dsv4_session_free(fork);
+
+    // what cannot be
+    dsv4_session_options small;
+    dsv4_session_options_init(&small);
+    small.context = 49;
+    REFUSED(DSV4_STATUS_CONTEXT_FULL, "holds 50 tokens", dsv4_session_restore(g.engine, path, &small, &restored, &err));
+    CHECK(restored == NULL);
+    REFUSED(DSV4_STATUS_NOT_FOUND, "nowhere", dsv4_session_restore(g.engine, "nowhere", NULL, &restored, &err));
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "path is NULL", dsv4_session_save(f.session, NULL, 0, &err));
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "a folder", dsv4_session_save(f.session, ".", 0, &err));
+    EXPECT(DSV4_STATUS_NOT_FOUND, dsv4_session_save(f.session, "nowhere/a.session", 0, &err));
+    dsv4_engine_options options;
+    dsv4_engine_options_init(&options);
+    options.threads = 1;
+    options.numerics = DSV4_NUMERICS_SERVED;
+    dsv4_engine *served = NULL;
+    OK(dsv4_engine_new(f.model, &options, &served, &err));
+    REFUSED(DSV4_STATUS_MISMATCH, "numerics reference", dsv4_session_restore(served, path, NULL, &restored, &err));
+    dsv4_engine_free(served);
+    FILE *in = fopen(path, "rb"), *out = fopen(other, "wb");
+    CHECK(in != NULL && out != NULL);
+    for (long i = 0; i < (long)file.file_bytes; i++) {
+        int byte = fgetc(in);
+        CHECK(byte != EOF && fputc(i == (long)file.file_bytes / 2 ? byte ^ 1 : byte, out) != EOF);
+    }
+    CHECK(fclose(in) == 0 && fclose(out) == 0);
+    EXPECT(DSV4_STATUS_CORRUPT, dsv4_session_file_verify(other, &file, &err));
+    CHECK(file.tokens == 0);
+    REFUSED(DSV4_STATUS_CORRUPT, other, dsv4_session_restore(g.engine, other, NULL, &restored, &err));
+
+    // figures of the cache
+    dsv4_cache_stats stats = {0};
+    stats.size = sizeof stats;
+    OK(dsv4_engine_get_cache_stats(g.engine, &stats, &err));
+    CHECK(stats.forks == 1 && stats.used_bytes > 0 && stats.held_bytes <= stats.limit_bytes);
+    CHECK(remove(path) == 0 && remove(other) == 0);
+    fixture_close(&f);
+    fixture_close(&g);
+    return 0;
+}

@@ -1,0 +1,188 @@
+//! Session file
+//!
+//! A session saved to one file, to go on later, in another process or on another engine of the same model, numerics and
+//! cache format. Files carry checksums and are read with suspicion: whatever is wrong with one is an error that names it,
+//! and nothing changes. While a file is saved, at every moment the file under the path is a complete old save or the
+//! complete new one, also when the process is killed or the power fails.
+
+use std::ffi::c_char;
+
+use super::args::{Out, OutStruct, SizedStruct, copy_text, flag, object, options, path};
+use super::engine::{dsv4_engine, kv_format_number};
+use super::guard::guard;
+use super::session::{self, dsv4_session, dsv4_session_options};
+use super::status::{dsv4_error, dsv4_status};
+use crate::session::{SaveOptions, Session, SessionFile, SessionFileInfo};
+
+/// Facts about a session file. Set `size` to `sizeof(dsv4_session_file_info)` before the call.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct dsv4_session_file_info {
+    /// `sizeof(dsv4_session_file_info)`.
+    pub size: usize,
+    /// Fingerprint of the model, 32 hexadecimal digits; ends with a NUL.
+    pub fingerprint: [c_char; 40],
+    /// Name of the numerics, for example `"reference"`; ends with a NUL.
+    pub numerics: [c_char; 24],
+    /// Version of the format that the file is written in.
+    pub version: u32,
+    /// Oldest version of a reader that can read it.
+    pub oldest_reader: u32,
+    /// A `dsv4_kv_format`, never `AUTO`.
+    pub kv_format: i32,
+    /// 1 if the last save is damaged, so that the one before it is described here, else 0.
+    pub is_last_save_damaged: i32,
+    /// Tokens of the session.
+    pub tokens: u64,
+    /// Of these, tokens that restoring computes again.
+    pub pending_tokens: u64,
+    /// Blocks of 256 tokens.
+    pub blocks: u64,
+    /// Saves since the file was made.
+    pub saves: u64,
+    /// Bytes of the file: the sum of the next five.
+    pub file_bytes: u64,
+    /// Header and tables.
+    pub frame_bytes: u64,
+    /// Blocks.
+    pub block_bytes: u64,
+    /// Windows and states.
+    pub state_bytes: u64,
+    /// Tokens behind the last full block, and logits.
+    pub token_bytes: u64,
+    /// What earlier saves left, which a later one removes.
+    pub unused_bytes: u64,
+}
+
+// SAFETY: `repr(C)`, `size` first, plain fields without padding.
+unsafe impl SizedStruct for dsv4_session_file_info {
+    const NAME: &'static str = "dsv4_session_file_info";
+}
+
+/// Saves the session to the file at `path`. A file that holds a beginning of this session is added to; anything else is
+/// replaced. The session does not change.
+///
+/// Over the life of a session that grows, at most twice its size is written, however often it is saved. To keep that, a
+/// save soon after another may write only the new tokens, which restoring then computes again: never more than about as
+/// many as take the room of one state (1,600 for V4-Flash). With `complete` = 1 everything is written, which is what the
+/// last save wants; 0 keeps the bound.
+///
+/// Errors: `IO` and `NOT_FOUND` from the file system (disk full, permissions, no such folder), `INVALID_ARGUMENT` if
+/// something other than a file is at `path`, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`. After any
+/// of them the old file is as it was.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_save(
+    session: *mut dsv4_session,
+    path: *const c_char,
+    complete: i32,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    guard("dsv4_session_save", err, || {
+        // SAFETY: by the header's contract.
+        let session = unsafe { object(session, "session") }?.exclusive.get()?;
+        // SAFETY: as above.
+        let path = unsafe { self::path(path, "path") }?;
+        session.save_with(path, SaveOptions { complete: flag(complete, "complete")? })?;
+        Ok(())
+    })
+}
+
+/// Makes a session on `engine` from the file at `path`: tokens, logits and cache bit for bit as they were saved, ready to
+/// sample. `options` may be NULL. `*out` receives the session, to be freed with `dsv4_session_free`. Equal blocks that the
+/// engine has already are shared, and those of the file can be reused by later prompts.
+///
+/// Errors: `NOT_FOUND`, `IO`; `CORRUPT` for a damaged or truncated file, `UNSUPPORTED` for one of a newer version or of
+/// the other byte order, `MISMATCH` for one of another model, numerics or cache format; `CONTEXT_FULL` if it holds more
+/// tokens than the context; `NO_BLOCKS`, `OUT_OF_MEMORY`; and where tokens are pending, those of `dsv4_session_feed`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_restore(
+    engine: *const dsv4_engine,
+    path: *const c_char,
+    options: *const dsv4_session_options,
+    out: *mut *mut dsv4_session,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    // SAFETY: NULL or a valid output by the header's contract.
+    let out = unsafe { Out::new(out, "out") };
+    guard("dsv4_session_restore", err, || {
+        // SAFETY: as above.
+        let engine = unsafe { object(engine, "engine") }?.get()?;
+        // SAFETY: as above.
+        let path = unsafe { self::path(path, "path") }?;
+        // SAFETY: as above.
+        let options = unsafe { self::options(options) }?;
+        out.check()?;
+        out.give(dsv4_session::new(Session::restore(&engine, path, session::read(&options)?)?));
+        Ok(())
+    })
+}
+
+/// What the file at `path` says about itself. Reads header and tables only, and needs no model.
+///
+/// Errors: `NOT_FOUND`, `IO`; `CORRUPT`, `UNSUPPORTED` and `MISMATCH` for files that no session can be restored from;
+/// `OUT_OF_MEMORY`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_file_get_info(
+    path: *const c_char,
+    info: *mut dsv4_session_file_info,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    // SAFETY: NULL or a valid output by the header's contract.
+    let info = unsafe { OutStruct::new(info, "info") };
+    guard("dsv4_session_file_get_info", err, || {
+        // SAFETY: as above.
+        let path = unsafe { self::path(path, "path") }?;
+        info.check()?;
+        info.set(describe(&SessionFile::inspect(path)?));
+        Ok(())
+    })
+}
+
+/// As `dsv4_session_file_get_info`, after comparing everything in the file with its checksums.
+///
+/// Errors: as there; `CORRUPT` names the part that differs.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_file_verify(
+    path: *const c_char,
+    info: *mut dsv4_session_file_info,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    // SAFETY: NULL or a valid output by the header's contract.
+    let info = unsafe { OutStruct::new(info, "info") };
+    guard("dsv4_session_file_verify", err, || {
+        // SAFETY: as above.
+        let path = unsafe { self::path(path, "path") }?;
+        info.check()?;
+        info.set(describe(&SessionFile::verify(path)?));
+        Ok(())
+    })
+}
+
+fn describe(file: &SessionFileInfo) -> dsv4_session_file_info {
+    let mut info = dsv4_session_file_info {
+        size: size_of::<dsv4_session_file_info>(),
+        fingerprint: [0; 40],
+        numerics: [0; 24],
+        version: file.version.into(),
+        oldest_reader: file.oldest_reader.into(),
+        kv_format: kv_format_number(file.layout.format),
+        is_last_save_damaged: i32::from(file.has_damaged_root),
+        tokens: file.tokens as u64,
+        pending_tokens: file.pending as u64,
+        blocks: file.blocks as u64,
+        saves: file.saves,
+        file_bytes: file.file_bytes,
+        frame_bytes: file.frame_bytes,
+        block_bytes: file.block_bytes,
+        state_bytes: file.state_bytes,
+        token_bytes: file.token_bytes,
+        unused_bytes: file.unused_bytes,
+    };
+    copy_text(&format!("{:032x}", file.fingerprint), &mut info.fingerprint);
+    copy_text(&file.numerics, &mut info.numerics);
+    info
+}

@@ -1,0 +1,145 @@
+//! Session files: one session saved to one file, and back.
+//!
+//! A session is saved as its full blocks (each with its 256 tokens), and a *state part*: the partial block, windows and
+//! compressor states, the logits, and the tokens behind the last full block. Saving again to a file that holds a
+//! beginning of the session appends the new blocks and a new state part; blocks are never written twice.
+//!
+//! The state part costs the same however little was added (about 5.6 MB for V4-Flash, as much as 1,600 tokens of blocks).
+//! So that frequent saves do not write much more than the session is large, a save that would make the file more than
+//! twice as large as a fresh one appends the new tokens alone: they are *pending*, and restoring computes them again.
+//! Hence, while a session grows, all bytes ever written for it are at most twice its size, and a state part is written
+//! about every 1,600 tokens at the latest. A save that cannot keep the bound even so writes the file anew.
+//!
+//! Reading and writing of the file's frame is [`crate::cache::file`].
+#![forbid(unsafe_code)]
+
+mod image;
+mod info;
+mod load;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::alloc;
+use crate::cache::{BLOCK_TOKENS, PrefixKey};
+use crate::engine::Engine;
+use crate::error::{Result, bail};
+
+use super::{Session, SessionOptions};
+
+pub use info::{SessionFile, SessionFileInfo};
+
+/// Kinds of the sections of a session file.
+mod kind {
+    /// Where the state stands: one number.
+    pub(super) const POSITION: u32 = 1;
+    /// The tokens and rows of one full block; as many as there are, in order.
+    pub(super) const BLOCK: u32 = 2;
+    /// Rows of the partial block; absent where the position is a block's end.
+    pub(super) const TAIL: u32 = 3;
+    /// Windows and compressor states.
+    pub(super) const STATE: u32 = 4;
+    /// Logits behind the token at the position; absent in a session without.
+    pub(super) const LOGITS: u32 = 5;
+    /// Tokens behind the last full block below the position; several sections follow each other.
+    pub(super) const TOKENS: u32 = 6;
+    /// Those that this version knows.
+    pub(super) const ALL: [u32; 6] = [POSITION, BLOCK, TAIL, STATE, LOGITS, TOKENS];
+}
+
+/// Bytes of the tokens in a full block's section.
+const BLOCK_TOKEN_BYTES: u64 = 4 * BLOCK_TOKENS as u64;
+
+/// How a session is saved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SaveOptions {
+    /// Write everything, so that restoring computes nothing, at the price of writing more where saves are frequent. For
+    /// the last save before the end.
+    pub complete: bool,
+}
+
+/// What a save did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Saved {
+    /// Bytes written by this save; 0 if the file held the session already.
+    pub written: u64,
+    /// Bytes of the file now.
+    pub file_bytes: u64,
+    /// Tokens of the session that restoring will compute again.
+    pub pending: usize,
+}
+
+impl Session {
+    /// Saves the session to the file at `path`: a new one, or an addition to one that holds a beginning of this session.
+    /// Whatever happens, the file is the old save or the new one, whole. A file of anything else is replaced.
+    ///
+    /// Over the life of a session that grows, at most twice its size is written, however often it is saved (every few
+    /// tokens at most). To keep that, a save soon after another may leave tokens to be computed again by
+    /// [`Session::restore`]: see [`Saved::pending`] and [`SaveOptions::complete`].
+    ///
+    /// ```no_run
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// session.feed(&[1, 2, 3])?;
+    /// session.save("talk.session")?;
+    /// let again = Session::restore(&engine, "talk.session", SessionOptions::default())?;
+    /// assert_eq!(again.logits(), session.logits());
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Io` and `NotFound` from the file system (disk full, permissions, no such folder), `InvalidArgument` if something
+    /// other than a file is at `path`, `Busy` during another save to the same file, `OutOfMemory`.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<Saved> {
+        self.save_with(path, SaveOptions::default())
+    }
+
+    /// As [`Session::save`], with options.
+    pub fn save_with(&self, path: impl AsRef<Path>, options: SaveOptions) -> Result<Saved> {
+        let identity = self.engine.identity();
+        image::Image { identity: &identity, tokens: &self.tokens, cache: &self.cache, logits: &self.logits }
+            .save(path.as_ref(), options.complete)
+    }
+
+    /// The session in the file at `path`, on `engine`, with logits and cache bit for bit as they were saved. Its blocks
+    /// can be reused by other sessions, and those that the engine has already are shared.
+    ///
+    /// Everything in the file is checked before any cache memory is taken.
+    ///
+    /// # Errors
+    /// `NotFound` and `Io`; `Corrupt` for a damaged or truncated file, `Unsupported` for one of a newer version or of the
+    /// other byte order, `Mismatch` for one of another model, numerics or cache format; `ContextFull` if the session is
+    /// longer than the options' context; `NoBlocks`, `OutOfMemory`; and for pending tokens those of [`Session::feed`].
+    pub fn restore(engine: &Arc<Engine>, path: impl AsRef<Path>, options: SessionOptions) -> Result<Self> {
+        let (path, context) = (path.as_ref(), options.context(engine)?);
+        let file = load::File::open(path, &engine.identity())?;
+        let total = file.total();
+        if total > context {
+            bail!(ContextFull, "{}: holds {total} tokens; the context is {context}", path.display());
+        }
+        let mut loaded = file.load(engine.cache(), options.rollback)?;
+        let position = loaded.cache.len();
+        let pending = alloc::copied("session tokens", &loaded.tokens[position..])?;
+        loaded.tokens.truncate(position);
+        let mut session = Self::over(engine, context, loaded.cache, options.rollback);
+        session.tokens = loaded.tokens;
+        session.reused = position as u64;
+        session.mark = Some(session.cache.checkpoint());
+        session.logits = loaded.logits;
+        session.publish(position)?;
+        // no tokens is no work
+        session.feed(&pending)?;
+        Ok(session)
+    }
+}
+
+/// The tokens of full block `i`.
+fn block_tokens(tokens: &[u32], i: usize) -> &[u32] {
+    &tokens[i * BLOCK_TOKENS..(i + 1) * BLOCK_TOKENS]
+}
+
+/// Key of the block behind `keys`.
+fn next_key(root: PrefixKey, last: Option<PrefixKey>, tokens: &[u32]) -> PrefixKey {
+    last.unwrap_or(root).extend(tokens)
+}
