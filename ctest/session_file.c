@@ -31,6 +31,22 @@ static void feed(dsv4_session *session, const uint32_t *tokens, size_t n)
     OK(dsv4_session_feed(session, tokens, n, NULL, NULL, &err));
 }
 
+// A save from within a feed.
+typedef struct attempt {
+    dsv4_session *session;
+    const char *path;
+    dsv4_status status;
+} attempt;
+
+static int32_t on_progress(void *userdata, size_t done, size_t total)
+{
+    attempt *a = userdata;
+    (void)done;
+    (void)total;
+    a->status = dsv4_session_save(a->session, a->path, 0, NULL);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     CHECK(argc == 2);
@@ -82,6 +98,9 @@ int main(int argc, char **argv)
     dsv4_session_free(fork);
 
     // what cannot be
+    attempt during = {f.session, other, DSV4_STATUS_OK};
+    OK(dsv4_session_feed(f.session, tokens, 2, on_progress, &during, &err));
+    CHECK(during.status == DSV4_STATUS_BUSY);
     dsv4_session_options small;
     dsv4_session_options_init(&small);
     small.context = 49;
@@ -101,9 +120,10 @@ int main(int argc, char **argv)
     dsv4_engine_free(served);
     FILE *in = fopen(path, "rb"), *out = fopen(other, "wb");
     CHECK(in != NULL && out != NULL);
+    // what the last save wrote is at the end
     for (long i = 0; i < (long)file.file_bytes; i++) {
         int byte = fgetc(in);
-        CHECK(byte != EOF && fputc(i == (long)file.file_bytes / 2 ? byte ^ 1 : byte, out) != EOF);
+        CHECK(byte != EOF && fputc(i == (long)file.file_bytes - 1000 ? byte ^ 1 : byte, out) != EOF);
     }
     CHECK(fclose(in) == 0 && fclose(out) == 0);
     EXPECT(DSV4_STATUS_CORRUPT, dsv4_session_file_verify(other, &file, &err));

@@ -102,7 +102,26 @@ fn run_args<'a>(more: &[&'a str]) -> Vec<&'a str> {
 
 #[test]
 fn help_explains_every_option_of_every_command() {
-    let engine = ["--numerics", "--kv", "--device", "--threads", "--chunk"];
+    let engine = [
+        "--numerics",
+        "--kv",
+        "--device",
+        "--threads",
+        "--chunk",
+        "--cache-bytes",
+        "--checkpoint-bytes",
+        "--checkpoints",
+        "--salt",
+        "--poison",
+        "--host-tier",
+        "--disk-tier",
+        "--disk-tier-bytes",
+        "--disk-write-rate",
+        "--disk-write-total",
+        "--prefetch",
+        "--prefetch-depth",
+        "--tier-timeout",
+    ];
     let sampling = [
         "--greedy",
         "--temperature",
@@ -117,15 +136,16 @@ fn help_explains_every_option_of_every_command() {
         "--context",
     ];
     let run = ["--prompt", "--prompt-file", "--bos", "--no-bos", "--markup", "--max-tokens", "--stop", "--ignore-eos"];
-    let run_output = ["--echo", "--no-echo", "--stats"];
+    let run_output = ["--echo", "--no-echo", "--stats", "--session"];
     let eval = ["--text", "--limit", "--recall", "--recall-distances", "--filler", "--cases", "--json", "--context"];
     let bench = ["--prefill", "--decode", "--context", "--repetitions", "--bandwidth", "--seed", "--json", "--csv"];
     let chat = ["--system", "--thinking", "--effort", "--tools", "--max-tokens", "--stats"];
-    let commands: [(&str, Vec<&str>); 7] = [
+    let commands: [(&str, Vec<&str>); 8] = [
         ("run", [&run[..], &run_output, &sampling, &engine].concat()),
         ("chat", [&chat[..], &sampling, &engine].concat()),
         ("info", vec!["--context", "--kv", "--json"]),
         ("verify", vec!["--scan"]),
+        ("cache", vec!["--verify", "--json"]),
         ("eval", [&eval[..], &engine].concat()),
         ("bench", [&bench[..], &engine].concat()),
         ("trace", [&["--tokens", "--out"], &engine[..]].concat()),
@@ -167,6 +187,12 @@ fn wrong_usage_is_exit_code_2_and_says_what_is_wrong() {
     misused(&run_args(&["--device", "tpu"]), "cpu, cuda or cuda:N");
     misused(&run_args(&["--chunk", "0"]), "65536");
     misused(&run_args(&["--threads", "9999"]), "1024");
+    misused(&run_args(&["--cache-bytes", "8Q"]), "not a size");
+    misused(&run_args(&["--cache-bytes", "99999999999T"]), "64 bits");
+    misused(&run_args(&["--checkpoints", "300"]), "multiple of 256");
+    misused(&run_args(&["--prefetch", "soon"]), "off, next or aggressive");
+    misused(&run_args(&["--prefetch-depth", "0"]), "1024");
+    misused(&["cache"], "FILE");
     misused(&run_args(&["--stop", ""]), "--stop");
     misused(&run_args(&["--greedy", "--top-k", "3"]), "cannot be used with");
     misused(&run_args(&["--temperature", "0"]), "greedy");
@@ -592,4 +618,49 @@ fn trace_refuses_bad_ids_and_leaves_no_file() {
     }
     fs::write(&ids, "[0]").unwrap();
     fails(&["trace", MODEL, "--tokens", text(&ids), "--out", "/nowhere/at/all"], &["/nowhere/at"]);
+}
+
+// ---- session files and tiers
+
+#[test]
+fn a_story_goes_on_from_its_session_file_as_if_it_had_never_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("tale.session");
+    let session = ["--session", text(&file), "--greedy", "--ignore-eos", "--no-echo"];
+    let whole = ok(&[&["run", MODEL, "--prompt", "Once upon a time", "-n", "20"], &session[2..]].concat());
+    let first = ok(&[&["run", MODEL, "--prompt", "Once upon a time", "-n", "12"], &session[..]].concat());
+    let second = ok(&[&["run", MODEL, "--prompt", "", "-n", "8"], &session[..]].concat());
+    assert_eq!(format!("{}{second}", first.trim_end_matches('\n')), whole);
+
+    let report = json(&["cache", "--json", "--verify", text(&file)]);
+    assert_eq!((&report[0]["verified"], &report[0]["numerics"]), (&Value::from(true), &Value::from("reference")));
+    assert_eq!(report[0]["pending_tokens"], 0);
+    assert_eq!(report[0]["bytes"]["file"], fs::metadata(&file).unwrap().len());
+    let human = ok(&["cache", text(&file)]);
+    assert!(human.contains("tokens") && human.contains("fp8 cache"), "{human}");
+
+    // another mode, and damage
+    fails(&[&["run", MODEL, "--prompt", "a", "--numerics", "served"], &session[..]].concat(), &["numerics reference"]);
+    let mut bytes = fs::read(&file).unwrap();
+    // within what the last save wrote
+    let at = bytes.len() - 1000;
+    bytes[at] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let bad = dsv4(&["cache", "--verify", text(&file), text(&dir.path().join("none"))]);
+    assert_eq!(bad.status.code(), Some(1));
+    assert_eq!(stdout(&bad).lines().count(), 2, "{}", stdout(&bad));
+    assert!(stdout(&bad).contains("checksum"), "{}", stdout(&bad));
+    fails(&[&["run", MODEL, "--prompt", "a"], &session[..]].concat(), &["tale.session", "damaged"]);
+}
+
+#[test]
+fn a_second_run_finds_the_prompt_in_the_disk_tier() {
+    let dir = tempfile::tempdir().unwrap();
+    let prompt = "The sea was calm and the little boat went on. ".repeat(80);
+    let args = ["run", MODEL, "--prompt", &prompt, "-n", "4", "--no-echo", "--disk-tier", text(dir.path())];
+    let first = ok(&args);
+    let files = fs::read_dir(dir.path()).unwrap().count();
+    assert!(files >= 2, "{files} files");
+    assert_eq!(ok(&args), first);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), files);
 }

@@ -13,6 +13,7 @@ use dsv4::ffi::generate::*;
 use dsv4::ffi::model::*;
 use dsv4::ffi::sampler::*;
 use dsv4::ffi::session::*;
+use dsv4::ffi::session_file::*;
 use dsv4::ffi::status::*;
 
 /// More than one chunk, and more than the shortest compression group.
@@ -76,6 +77,23 @@ fn any_refused_request_is_out_of_memory_and_everything_goes_on() {
         assert_eq!(logits(session), wanted, "after request {refused} was refused");
     }
     assert!(refused > 20, "feeding made {refused} requests");
+
+    // a refused save leaves the old file, a refused restore nothing
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("a.session");
+    let file = CString::new(file.to_str().expect("a UTF-8 path")).expect("no NUL");
+    // SAFETY: as above.
+    let refused = until_it_succeeds("save", |err| unsafe { dsv4_session_save(session, file.as_ptr(), 1, err) });
+    assert!(refused > 2, "saving made {refused} requests");
+    let mut restored = null_mut();
+    // SAFETY: as above.
+    let refused = until_it_succeeds("restore", |err| unsafe {
+        dsv4_session_restore(engine, file.as_ptr(), null(), &raw mut restored, err)
+    });
+    assert!(refused > 10, "restoring made {refused} requests");
+    assert_eq!(logits(restored), wanted);
+    // SAFETY: not used any more.
+    unsafe { dsv4_session_free(restored) };
 
     let mut sampler = null_mut();
     // SAFETY: as above.

@@ -311,6 +311,74 @@ fn another_model_numerics_format_order_or_version_is_refused_by_name() {
     restore(&engine, &path).unwrap();
 }
 
+/// Makes every checksum of header, tables and root right again: what a hostile writer would do.
+fn forge(file: &mut [u8]) {
+    let number = |file: &[u8], at: usize| u64::from_le_bytes(file[at..at + 8].try_into().unwrap()) as usize;
+    let put = |file: &mut [u8], at: usize, value: u64| file[at..at + 8].copy_from_slice(&value.to_le_bytes());
+    let header = u32::from_le_bytes(file[16..20].try_into().unwrap()) as usize;
+    if header < 24 || header + 8192 > file.len() {
+        return;
+    }
+    let hash = xxh3_64(&file[..header - 8]);
+    put(file, header - 8, hash);
+    let root = header + 4096;
+    let (table, bytes) = (number(file, root + 16), number(file, root + 24));
+    if let Some(entry) = file.get(table..table.saturating_add(bytes)).filter(|entry| entry.len() >= 32) {
+        let (offset, len) = (number(entry, 8), number(entry, 16));
+        if let Some(inner) = file.get(offset..offset.saturating_add(len)) {
+            let hash = xxh3_64(inner);
+            put(file, table + 24, hash);
+        }
+        let hash = xxh3_64(&file[table..table + bytes]);
+        put(file, root + 32, hash);
+    }
+    let hash = xxh3_64(&file[root..root + 56]);
+    put(file, root + 56, hash);
+}
+
+#[test]
+fn wrong_numbers_under_right_checksums_are_refused_or_mean_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.session");
+    let engine = engine();
+    let session = fed(&engine, 530);
+    session.save(&path).unwrap();
+    let whole = fs::read(&path).unwrap();
+    let want = bits(&session);
+    let header = u32::from_le_bytes(whole[16..20].try_into().unwrap()) as usize;
+    // the header's fields, the root's, and both tables at the end of the file
+    let places: Vec<usize> =
+        (8..200).chain(header + 4096..header + 4152).chain(whole.len() - 400..whole.len()).collect();
+    let values = [0, 1, 2, 7, 255, 4096, 1 << 20, 1 << 31, u64::from(u32::MAX), 1 << 40, 1 << 63, u64::MAX];
+    let mut random = 1u64;
+    let mut refused = 0;
+    for i in 0..2000 {
+        let mut next = |below: usize| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) as usize % below
+        };
+        let mut file = whole.clone();
+        let (at, value, width) = (places[next(places.len())], values[next(values.len())], 1 << next(4));
+        let end = (at + width).min(file.len());
+        file[at..end].copy_from_slice(&value.to_le_bytes()[..end - at]);
+        forge(&mut file);
+        fs::write(&path, &file).unwrap();
+        match restore(&engine, &path) {
+            Ok(restored) => {
+                assert_eq!(restored.tokens(), session.tokens(), "{i}: {at} {value}");
+                // logits that are marked as something unknown that may be left out are left out
+                assert!(restored.logits().is_none() || bits(&restored) == want, "{i}: {at} {value}");
+            }
+            Err(e) => {
+                refused += 1;
+                assert!(!matches!(e.kind(), ErrorKind::OutOfMemory | ErrorKind::NoBlocks), "{i}: {at} {value}: {e}");
+            }
+        }
+        drop(SessionFile::verify(&path));
+    }
+    assert!(refused > 1000, "only {refused} were refused");
+}
+
 #[test]
 fn a_model_whose_weights_changed_is_another_model() {
     let folder = tempfile::tempdir().unwrap();
@@ -391,6 +459,35 @@ fn a_link_stays_a_link_and_its_target_is_replaced() {
     fed(&engine, 30).save(&link).unwrap();
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
     assert_eq!(restore(&engine, &target).unwrap().position(), 30);
+}
+
+#[test]
+fn sessions_that_are_saved_dropped_and_restored_each_turn_stay_as_those_that_are_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let greedy = |session: &Session| {
+        let logits = session.logits().unwrap();
+        (0..logits.len()).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
+    };
+    let (engine, other) = (engine(), engine());
+    let lengths = [1, 3, 100, 126, 250, 255];
+    let mut kept: Vec<Session> = lengths.iter().map(|&n| fed(&engine, n)).collect();
+    let path = |i: usize| folder.path().join(format!("{i}.session"));
+    for (i, session) in kept.iter().enumerate() {
+        session.save(path(i)).unwrap();
+    }
+    for turn in 0..24 {
+        for (i, session) in kept.iter_mut().enumerate() {
+            let mut away = restore(&other, &path(i)).unwrap();
+            assert_eq!(bits(&away), bits(session), "session {i}, turn {turn}");
+            for _ in 0..=turn % 3 {
+                let token = greedy(&away);
+                away.feed(&[token]).unwrap();
+                session.feed(&[token]).unwrap();
+            }
+            assert_eq!(bits(&away), bits(session), "session {i}, turn {turn}");
+            away.save(path(i)).unwrap();
+        }
+    }
 }
 
 /// A process that runs only `test` of this file, which sees `path` in the environment.

@@ -203,11 +203,12 @@ impl Header {
         if xxh3_64(body) != u64::from_le_bytes(*hash) {
             return Err(damaged());
         }
-        Self::parse(&mut Fields(body)).ok_or_else(damaged)
+        let layers = alloc::with_capacity("file header", body.len() / HEADER_LAYER)?;
+        Self::parse(&mut Fields(body), layers).ok_or_else(damaged)
     }
 
-    /// `None` for values that no writer writes.
-    fn parse(fields: &mut Fields<'_>) -> Option<Self> {
+    /// `None` for values that no writer writes. `layers` has room for as many as the header can hold.
+    fn parse(fields: &mut Fields<'_>, mut layers: Vec<LayerLayout>) -> Option<Self> {
         fields.take::<12>()?;
         let (version, oldest_reader) = (fields.u16()?, fields.u16()?);
         fields.u32()?;
@@ -225,7 +226,6 @@ impl Header {
         if count > fields.0.len() / HEADER_LAYER || rope_dim > head_dim {
             return None;
         }
-        let mut layers = alloc::with_capacity("file header", count).ok()?;
         for _ in 0..count {
             let kind = match fields.u32()? {
                 0 => LayerKind::Window,

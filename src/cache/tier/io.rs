@@ -35,7 +35,7 @@ pub(super) struct Shared {
 struct State {
     host: Host,
     reads: VecDeque<RecordKey>,
-    /// In the queue of reads, or being read.
+    /// In the queue of reads, or being read, and somebody waits for it.
     reading: HashSet<RecordKey>,
     writes: VecDeque<RecordKey>,
     /// In the queue of writes, or being written.
@@ -193,13 +193,10 @@ impl Shared {
             state.host.remove(key);
         }
         let State { reads, reading, .. } = &mut *state;
-        reads.retain(|key| {
-            let is_wanted = wanted.contains(key);
-            if is_wanted {
-                reading.remove(key);
-            }
-            !is_wanted
-        });
+        for key in wanted {
+            reading.remove(key);
+        }
+        reads.retain(|key| reading.contains(key));
         self.trim(&mut state);
     }
 
@@ -248,13 +245,16 @@ impl Shared {
 
     fn finish_read(&self, key: RecordKey, start: Instant, read: Result<Option<Arc<Record>>>) {
         let mut state = self.lock();
-        state.reading.remove(&key);
+        let is_wanted = state.reading.remove(&key);
         state.stats.read_nanos += nanos(start);
         match read {
             Ok(Some(record)) => {
                 state.stats.read_bytes += record.bytes();
                 // beyond the limit for as long as a prompt waits for it; see `settle`
                 state.host.insert(key, record, true);
+                if !is_wanted {
+                    self.trim(&mut state);
+                }
             }
             Ok(None) => {}
             Err(e) => count_error(&mut state.stats, &e),

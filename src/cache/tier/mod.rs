@@ -1,9 +1,9 @@
 //! Tiers behind the pages: reusable blocks and checkpoints that had to make room go to host memory, from there to a
 //! directory, and come back when a prompt begins with them.
 //!
-//! * An evicted block or checkpoint becomes a [`Record`]: its bytes, the tokens and the key of the prefix before it.
-//! * The [host tier](host) holds records up to a limit in bytes; what was used longest ago goes on to the directory.
-//! * The [directory](disk) has one file per record, shared between processes and kept between runs.
+//! * An evicted block or checkpoint becomes a *record*: its bytes, the tokens and the key of the prefix before it.
+//! * The host tier (`host.rs`) holds records up to a limit in bytes; what was used longest ago goes on to the directory.
+//! * The directory (`disk.rs`) has one file per record, shared between processes and kept between runs.
 //! * All reading and writing of files happens on one thread, `dsv4-io`, which ends with the last owner. Steps never wait
 //!   for it; a prompt waits for what it wants to reuse, up to a timeout, and then computes.
 //!
@@ -46,7 +46,8 @@ pub enum Prefetch {
 /// Limits of the tiers. By default there are none: what is evicted is gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TierOptions {
-    /// Most bytes of records in host memory, beyond the cache's own limit.
+    /// Most bytes of records in host memory, beyond the cache's own limit. With a directory, up to 256 MB more are on their
+    /// way to it.
     pub host_bytes: u64,
     /// Folder of the disk tier, which is made if it is not there. Engines and processes may share one.
     pub directory: Option<PathBuf>,

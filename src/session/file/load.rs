@@ -148,7 +148,7 @@ impl File {
             key = Some(next);
             blocks.push(match manager.block(next, own) {
                 Some(block) => block,
-                None => Arc::new(self.block(manager, section)?),
+                None => Arc::new(self.block(manager, section, own)?),
             });
         }
         if let Some(section) = &frame.tail {
@@ -163,9 +163,11 @@ impl File {
         Ok(Loaded { tokens, cache: SequenceCache::from_parts(manager, blocks, Arc::new(state), rollback), logits })
     }
 
-    fn block(&self, manager: &CacheManager, section: &Section) -> Result<Block> {
+    fn block(&self, manager: &CacheManager, section: &Section, tokens: &[u32]) -> Result<Block> {
         let mut reader = self.container.section(section)?;
-        reader.fill(&mut [0; BLOCK_TOKEN_BYTES as usize])?;
+        if reader.words("block tokens", BLOCK_TOKENS)? != tokens {
+            return Err(self.container.corrupt("somebody else is writing into it"));
+        }
         let block = Block::import(manager, BLOCK_TOKENS, &mut |bytes| reader.fill(bytes))?;
         reader.finish()?;
         Ok(block)
