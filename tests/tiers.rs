@@ -190,7 +190,8 @@ fn a_block_under_a_foreign_name_is_dropped() {
 
 #[test]
 fn damaged_files_are_deleted_and_computed_again() {
-    let damages: [(&str, fn(&mut Vec<u8>)); 4] = [
+    type Damage = fn(&mut Vec<u8>);
+    let damages: [(&str, Damage); 4] = [
         ("a flipped bit", |file| {
             let at = file.len() / 2;
             file[at] ^= 4;
