@@ -116,6 +116,27 @@ int main(int argc, char **argv)
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "prefix_salt is not UTF-8",
             dsv4_engine_new(model, &options.known, &engine, &err));
 
+    // the tiers
+    dsv4_engine_options_init(&options.known);
+    CHECK(options.known.host_tier_bytes == 0 && options.known.disk_tier_path == NULL);
+    CHECK(options.known.prefetch == DSV4_PREFETCH_NEXT && options.known.prefetch_depth == 4);
+    CHECK(options.known.tier_timeout_ms == 2000);
+    options.known.disk_tier_path = "/dev/null/folder";
+    REFUSED(DSV4_STATUS_IO, "/dev/null/folder", dsv4_engine_new(model, &options.known, &engine, &err));
+    options.known.disk_tier_path = NULL;
+    options.known.prefetch_depth = 0;
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "prefetch_depth is 0; 1 to 1024",
+            dsv4_engine_new(model, &options.known, &engine, &err));
+    options.known.prefetch_depth = 1;
+    options.known.prefetch = 3;
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "prefetch is 3; 0 to 2", dsv4_engine_new(model, &options.known, &engine, &err));
+    options.known.prefetch = DSV4_PREFETCH_AGGRESSIVE;
+    options.known.host_tier_bytes = 1 << 20;
+    options.known.threads = 1;
+    OK(dsv4_engine_new(model, &options.known, &engine, &err));
+    OK(dsv4_engine_flush_cache(engine, &err));
+    dsv4_engine_free(engine);
+
     // the other options: defaults, and fields without a meaning must be 0
     dsv4_model_options open;
     dsv4_model_options_init(&open);
