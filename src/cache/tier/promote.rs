@@ -26,7 +26,7 @@ struct Step<'a> {
 impl CacheManager {
     /// Brings the blocks of `tokens` behind `from` that are in the tiers back into pages and the prefix index, as far as
     /// they lead to a checkpoint. Returns what keeps them there.
-    pub(super) fn promote(&self, tiers: &Tiers, from: PrefixKey, tokens: &[u32]) -> Vec<Arc<Block>> {
+    pub(in crate::cache) fn promote(&self, tiers: &Tiers, from: PrefixKey, tokens: &[u32]) -> Vec<Arc<Block>> {
         let (path, is_checkpoint_away) = self.path(tiers, from, tokens);
         let missing = path.iter().filter(|step| !step.is_here);
         let mut wanted: Vec<RecordKey> =
