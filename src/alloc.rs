@@ -82,6 +82,40 @@ pub fn reserve<T>(what: &str, vec: &mut Vec<T>, more: usize) -> Result<()> {
     Ok(())
 }
 
+/// As [`reserve`], for text.
+///
+/// # Errors
+/// As [`with_capacity`]; `text` is unchanged.
+pub fn reserve_text(what: &str, text: &mut String, more: usize) -> Result<()> {
+    if text.capacity() - text.len() >= more {
+        return Ok(());
+    }
+    if is_refused() || text.try_reserve(more).is_err() {
+        return Err(Error::out_of_memory(what, (text.len() + more) as u64));
+    }
+    Ok(())
+}
+
+/// A copy of `text`.
+///
+/// # Errors
+/// As [`with_capacity`].
+pub fn copied_text(what: &str, text: &str) -> Result<String> {
+    let mut copy = String::new();
+    reserve_text(what, &mut copy, text.len())?;
+    copy.push_str(text);
+    Ok(copy)
+}
+
+/// Asks for `bytes` and gives them back: before work in a crate that allocates without asking and whose memory grows
+/// with its input. What is there now may be gone a moment later, but what is not there is an error instead of an abort.
+///
+/// # Errors
+/// As [`with_capacity`].
+pub fn probe(what: &str, bytes: usize) -> Result<()> {
+    with_capacity::<u8>(what, bytes).map(drop)
+}
+
 /// Has the `n`th request from now (1 is the next one), of any thread of the process, refused; later ones succeed again.
 ///
 /// Process-wide, because worker threads allocate too: a test that uses it belongs in a test binary of its own, or

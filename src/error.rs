@@ -64,7 +64,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// Makes an error from its kind and a message (lower case, no final period, names the culprit).
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into() }
+        Self { kind, message: shortened(message.into()) }
     }
 
     /// What went wrong, for programs.
@@ -80,7 +80,7 @@ impl Error {
     /// The same error with `context: ` in front of its message.
     #[must_use]
     pub fn context(self, context: impl fmt::Display) -> Self {
-        Self { kind: self.kind, message: format!("{context}: {}", self.message) }
+        Self::new(self.kind, format!("{context}: {}", self.message))
     }
 
     /// An operating system error about `path`.
@@ -105,6 +105,40 @@ impl fmt::Debug for Error {
     }
 }
 
+/// Most bytes of a message: whatever a file has for a name or a value, the whole fits into a `dsv4_error`.
+const MAX_MESSAGE: usize = 999;
+/// Bytes of the end that a message too long keeps.
+const TAIL: usize = 320;
+/// What stands for the middle of such a message.
+const OMITTED: &str = " [...] ";
+
+/// A message that is not too long: the beginning names the culprit, the end says what is wrong with it.
+fn shortened(message: String) -> String {
+    if message.len() <= MAX_MESSAGE {
+        return message;
+    }
+    let head = beginning(&message, MAX_MESSAGE - TAIL - OMITTED.len());
+    let mut end = message.len() - TAIL;
+    while !message.is_char_boundary(end) {
+        end += 1;
+    }
+    [head, OMITTED, &message[end..]].concat()
+}
+
+/// The beginning of a text, at most so many bytes: for a message, whose formatting then takes no memory to speak of.
+pub(crate) fn beginning(text: &str, most: usize) -> &str {
+    let mut end = text.len().min(most);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+/// A number of things in words: `1 byte`, `2 bytes`.
+pub(crate) fn plural(n: u64, thing: &str) -> String {
+    format!("{n} {thing}{}", if n == 1 { "" } else { "s" })
+}
+
 /// Shorthand used all over the crate: `bail!(Config, "index_topk is {k}")`.
 macro_rules! bail {
     ($kind:ident, $($message:tt)+) => {
@@ -112,3 +146,20 @@ macro_rules! bail {
     };
 }
 pub(crate) use bail;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_message_keeps_its_beginning_and_its_end() {
+        let value = "é".repeat(500_000);
+        let e = Error::new(ErrorKind::Corrupt, format!("tensor x has dtype {value}, which is unknown"));
+        let e = e.context("p".repeat(2000)).context("m/model.safetensors");
+        assert!(e.message().len() <= MAX_MESSAGE, "{} bytes", e.message().len());
+        assert!(e.message().starts_with("m/model.safetensors: ppp"), "{e}");
+        assert!(e.message().ends_with("é, which is unknown"), "{e}");
+        let short = "x".repeat(MAX_MESSAGE);
+        assert_eq!(Error::new(ErrorKind::Io, short.clone()).message(), short);
+    }
+}

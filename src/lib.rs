@@ -35,6 +35,8 @@ pub mod chat;
 pub mod engine;
 pub mod error;
 pub mod ffi;
+#[doc(hidden)]
+pub mod file;
 pub mod model;
 pub mod sampler;
 pub mod session;

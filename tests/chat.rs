@@ -72,8 +72,23 @@ fn a_system_message_is_bare_and_the_mode_decides_the_end() {
     assert_eq!(text(messages.clone(), &thinking()), format!("{start}<｜Assistant｜><think>"));
     let open = ChatOptions { add_generation_prompt: false, ..chat() };
     assert_eq!(text(messages, &open), start);
-    assert_eq!(text(json!([]), &chat()), BOS);
     assert_eq!(text(json!([{"role": "system", "content": null}]), &chat()), BOS);
+}
+
+#[test]
+fn a_conversation_without_messages_and_a_key_twice_are_refused_in_words() {
+    let refused = |json: &str| render_json(json, &chat()).unwrap_err().message().to_owned();
+    for empty in
+        ["[]", r#"{"messages": []}"#, r#"{"messages": [], "tools": [{"type": "function", "function": {"name": "f"}}]}"#]
+    {
+        assert_eq!(refused(empty), "messages: the list is empty: there is nothing to answer");
+    }
+    assert!(render(&[], &chat()).is_err());
+    let twice = r#"[{"role": "user", "content": "a", "content": "b"}]"#;
+    assert_eq!(refused(twice), "messages: JSON byte 34: the object has the key \"content\" twice");
+    let options = ChatOptions { effort: Some(ReasoningEffort::High), ..chat() };
+    let e = render(&[Message::new(Role::User, "Q")], &options).unwrap_err();
+    assert_eq!(e.message(), "reasoning effort high is given, but thinking is off");
 }
 
 #[test]

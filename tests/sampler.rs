@@ -304,7 +304,7 @@ fn a_bias_or_accepted_token_beyond_the_logits_is_refused() {
     let mut s = sampler(SamplerOptions { logit_bias: vec![(3, 1.0)], ..options() });
     assert!(s.sample(&[0.0; 3]).unwrap_err().message().contains("token id 3"));
     let mut s = sampler(SamplerOptions { presence_penalty: 1.0, ..options() });
-    s.accept(9);
+    s.accept(9).unwrap();
     assert!(s.sample(&[0.0; 3]).unwrap_err().message().contains("token id 9"));
 }
 
@@ -312,7 +312,7 @@ fn a_bias_or_accepted_token_beyond_the_logits_is_refused() {
 fn penalties_change_the_logits_as_documented() {
     let o = SamplerOptions { repetition_penalty: 2.0, presence_penalty: 0.25, frequency_penalty: 0.5, ..options() };
     let mut s = sampler(o);
-    [0, 1, 1].into_iter().for_each(|id| s.accept(id));
+    [0, 1, 1].into_iter().for_each(|id| s.accept(id).unwrap());
     let got = s.distribution(&[1.0, -1.0, 0.5, f32::NEG_INFINITY]).unwrap();
     let want = expected(&[1.0 / 2.0 - 0.75, -2.0 - 1.25, 0.5], &options());
     assert_eq!(got.len(), 3);
@@ -326,13 +326,13 @@ fn penalties_forget_what_leaves_the_window_and_what_is_reset() {
     let o = SamplerOptions { presence_penalty: 5.0, penalty_window: 2, ..SamplerOptions::greedy() };
     let mut s = sampler(o);
     let row = [1.0, 0.5, 0.0];
-    s.accept(0);
+    s.accept(0).unwrap();
     assert_eq!(s.sample(&row).unwrap(), 1);
-    s.accept(1);
+    s.accept(1).unwrap();
     assert_eq!(s.sample(&row).unwrap(), 2);
-    s.accept(2);
+    s.accept(2).unwrap();
     assert_eq!(s.sample(&row).unwrap(), 0, "token 0 has left the window");
-    s.accept(0);
+    s.accept(0).unwrap();
     s.reset();
     assert_eq!(s.sample(&row).unwrap(), 0);
 }

@@ -49,6 +49,47 @@ fn all_known_vectors_are_equal() {
     }
 }
 
+/// The same tokenizer with one more split, which never matches: it is not known where that may be cut, so every text is
+/// encoded whole.
+fn without_pieces(json: &[u8]) -> Tokenizer {
+    let mut json: Value = serde_json::from_slice(json).unwrap();
+    let splits = json["pre_tokenizer"]["pretokenizers"].as_array_mut().unwrap();
+    let mut never = splits[0].clone();
+    never["pattern"]["Regex"] = Value::from("\u{10fffe}{7}");
+    splits.insert(0, never);
+    Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap()
+}
+
+#[test]
+fn long_texts_in_pieces_have_the_ids_of_the_whole() {
+    let book = std::fs::read_to_string(root().join("examples/models/tiny-v4/eval.txt")).unwrap();
+    let mut texts = vec![book.repeat(8)];
+    if let Some(path) = shared::shared("the vectors in pieces", "data/tokenizer_vectors.json") {
+        let vectors: Vec<Value> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        for between in ["", " ", "\n", "a"] {
+            let parts: Vec<&str> = vectors.iter().map(|vector| vector["t"].as_str().unwrap()).collect();
+            texts.push(parts.join(between));
+        }
+    }
+    let files = [
+        Some(root().join("examples/models/tiny-v4/tokenizer.json")),
+        shared::shared("the official tokenizer in pieces", "data/tokenizer/tokenizer.json"),
+    ];
+    for file in files.into_iter().flatten() {
+        let json = std::fs::read(&file).unwrap();
+        let (in_pieces, whole) = (Tokenizer::from_bytes(&json).unwrap(), without_pieces(&json));
+        for text in &texts {
+            assert!(text.len() > 100_000, "{} bytes are few pieces", text.len());
+            // other beginnings make other cuts
+            for skip in (0..10_000).step_by(997).filter(|&at| text.is_char_boundary(at)) {
+                let part = &text[skip..];
+                let part = part.get(..100_000).unwrap_or(part);
+                assert!(in_pieces.encode(part, Markup::Text) == whole.encode(part, Markup::Text), "from byte {skip}");
+            }
+        }
+    }
+}
+
 #[test]
 fn the_official_tokenizer_has_the_documented_ids() {
     let Some(tokenizer) = official() else { return };

@@ -6,10 +6,15 @@
 
 use std::collections::HashMap;
 
-use crate::error::{Error, ErrorKind, Result, bail};
+use crate::alloc;
+use crate::error::{Error, ErrorKind, Result, bail, beginning};
 
 /// Nesting beyond this is refused; it would be Python's recursion limit there.
 const MAX_DEPTH: usize = 128;
+
+/// Bytes that a value and its key take at most, with the tables they are in.
+/// (`tests/tokenizer_memory.rs` measures it.)
+const VALUE_COST: usize = 320;
 
 /// A JSON value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,9 +33,21 @@ impl Json {
     /// Parses a complete JSON text.
     ///
     /// # Errors
-    /// `Chat` with the byte offset.
+    /// `Chat` with the byte offset, also for a key that an object has twice; `OutOfMemory`.
     pub(super) fn parse(text: &str) -> Result<Self> {
-        let mut reader = Reader { text, at: 0 };
+        Self::read(text, true)
+    }
+
+    /// As [`Json::parse`], but of a key that an object has twice the last value counts, as in Python: what a model
+    /// wrote is not refused for that.
+    pub(super) fn parse_as_python(text: &str) -> Result<Self> {
+        Self::read(text, false)
+    }
+
+    fn read(text: &str, unique_keys: bool) -> Result<Self> {
+        let structure = text.bytes().filter(|b| matches!(b, b'[' | b'{' | b',' | b':')).count();
+        alloc::probe("JSON text", text.len().saturating_mul(4).saturating_add(structure.saturating_mul(VALUE_COST)))?;
+        let mut reader = Reader { text, at: 0, unique_keys };
         let value = reader.value(0)?;
         reader.skip_space();
         if reader.at < text.len() {
@@ -128,6 +145,7 @@ pub(super) fn write_string_body(text: &str, out: &mut String) {
 struct Reader<'a> {
     text: &'a str,
     at: usize,
+    unique_keys: bool,
 }
 
 impl Reader<'_> {
@@ -161,7 +179,12 @@ impl Reader<'_> {
             if self.peek() != Some(b'"') {
                 return self.fail("expected a key");
             }
+            let start = self.at;
             let key = self.string()?;
+            if self.unique_keys && places.contains_key(&key) {
+                self.at = start;
+                return self.fail(&format!("the object has the key {:?} twice", beginning(&key, 100)));
+            }
             self.skip_space();
             if !self.take(":") {
                 return self.fail("expected ':'");
@@ -346,7 +369,7 @@ mod tests {
     use super::*;
 
     fn dumped(text: &str) -> String {
-        Json::parse(text).unwrap().dump()
+        Json::parse_as_python(text).unwrap().dump()
     }
 
     #[test]
@@ -403,6 +426,8 @@ mod tests {
             assert_eq!(e.kind(), ErrorKind::Chat);
             assert!(e.message().starts_with("JSON byte "), "{text:?}: {e}");
         }
+        let twice = Json::parse("{\"a\": 1, \"b\": {\"c\": 1, \"c\": 1}}").unwrap_err();
+        assert_eq!(twice.message(), "JSON byte 23: the object has the key \"c\" twice");
         let deep = "[".repeat(100_000);
         assert!(Json::parse(&deep).unwrap_err().message().contains("128"));
     }

@@ -25,6 +25,17 @@ pub enum ReasoningEffort {
     Max,
 }
 
+impl ReasoningEffort {
+    /// `low`, `high` or `max`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Low => "low",
+            Self::High => "high",
+            Self::Max => "max",
+        }
+    }
+}
+
 impl FromStr for ReasoningEffort {
     type Err = Error;
 

@@ -145,6 +145,10 @@ impl Parser {
     /// `Tokenizer` when `id` is outside the vocabulary; the parser is unchanged.
     pub fn push_token(&mut self, tokenizer: &Tokenizer, id: TokenId) -> Result<Vec<Event>> {
         let bytes = tokenizer.token_bytes(id)?;
+        if bytes.is_empty() {
+            // an id without a token, which pads the vocabulary
+            return Ok(Vec::new());
+        }
         if tokenizer.kind(id)? == TokenKind::Ordinary {
             let text = self.utf8.push(bytes);
             self.text(&text);
@@ -360,7 +364,7 @@ impl Parser {
                 self.argument("\"".to_owned());
                 self.state = State::Call;
             }
-            (State::JsonValue(value), Tag::EndParameter) if Json::parse(value).is_ok() => {
+            (State::JsonValue(value), Tag::EndParameter) if Json::parse_as_python(value).is_ok() => {
                 let value = value.trim().to_owned();
                 self.argument(value);
                 self.state = State::Call;

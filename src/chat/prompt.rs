@@ -2,6 +2,7 @@
 
 use super::markers::IN_TEMPLATES;
 use crate::TokenId;
+use crate::alloc;
 use crate::error::{Error, ErrorKind, Result};
 use crate::tokenizer::{Markup, Tokenizer};
 
@@ -33,29 +34,47 @@ impl Prompt {
     /// The string that the official encoder would give, byte for byte. Tokenising it with
     /// [`Markup::Parse`] makes control tokens of whatever users spelt: use [`Prompt::encode`].
     pub fn to_text(&self) -> String {
-        self.segments
-            .iter()
-            .map(|segment| match segment {
-                Segment::Marker(marker) => marker,
-                Segment::Text(text) => text.as_str(),
-            })
-            .collect()
+        self.texts().collect()
+    }
+
+    /// As [`Prompt::to_text`], in bytes that end with a NUL and are reserved fallibly.
+    pub(crate) fn to_c_text(&self) -> Result<Vec<u8>> {
+        let len: usize = self.texts().map(str::len).sum();
+        let mut bytes = alloc::with_capacity("the prompt's text", len + 1)?;
+        self.texts().for_each(|text| bytes.extend_from_slice(text.as_bytes()));
+        bytes.push(0);
+        Ok(bytes)
+    }
+
+    fn texts(&self) -> impl Iterator<Item = &str> {
+        self.segments.iter().map(|segment| match segment {
+            Segment::Marker(marker) => marker,
+            Segment::Text(text) => text.as_str(),
+        })
     }
 
     /// Token ids. Equal to the official encoder's string tokenised with [`Markup::Parse`], unless
     /// a user's text spells a control token: here it stays text.
     ///
     /// # Errors
-    /// `Tokenizer` when the tokenizer lacks a control token of the prompt.
+    /// `Tokenizer` when the tokenizer lacks a control token of the prompt; `OutOfMemory`.
     pub fn encode(&self, tokenizer: &Tokenizer) -> Result<Vec<TokenId>> {
         let mut ids = Vec::new();
         for segment in &self.segments {
             match segment {
-                Segment::Text(text) => ids.extend(tokenizer.encode(text, Markup::Text)?),
-                Segment::Marker(marker) => ids.push(tokenizer.id_of(marker).ok_or_else(|| {
-                    let message = format!("the tokenizer has no control token {marker}");
-                    Error::new(ErrorKind::Tokenizer, message)
-                })?),
+                Segment::Text(text) => {
+                    let more = tokenizer.encode(text, Markup::Text)?;
+                    alloc::reserve("the prompt's tokens", &mut ids, more.len())?;
+                    ids.extend_from_slice(&more);
+                }
+                Segment::Marker(marker) => {
+                    let missing = || {
+                        let message = format!("the tokenizer has no control token {marker}");
+                        Error::new(ErrorKind::Tokenizer, message)
+                    };
+                    alloc::reserve("the prompt's tokens", &mut ids, 1)?;
+                    ids.push(tokenizer.id_of(marker).ok_or_else(missing)?);
+                }
             }
         }
         Ok(ids)

@@ -8,6 +8,7 @@ use super::message::{self, Conversation, Message, Role, Task};
 use super::options::{ChatOptions, ThinkingMode};
 use super::prompt::Prompt;
 use super::tools;
+use crate::alloc;
 use crate::error::{Result, bail};
 
 /// The prompt for a conversation given as JSON: a list of OpenAI-style messages, or an object with
@@ -16,7 +17,7 @@ use crate::error::{Result, bail};
 /// # Errors
 /// `Chat` naming the place in the JSON, as `messages[2].tool_calls[0].function`, when it is not
 /// JSON, has an unknown role, an unsupported field or part, or a value of the wrong type;
-/// otherwise as [`render`].
+/// otherwise as [`render`]. A key twice in one object and an empty list are refused too.
 pub fn render_json(json: &str, options: &ChatOptions) -> Result<Prompt> {
     let conversation = Conversation::from_json(json)?;
     let both = [
@@ -33,12 +34,32 @@ pub fn render_json(json: &str, options: &ChatOptions) -> Result<Prompt> {
 ///
 /// # Errors
 /// `Chat` naming the message when the conversation cannot be written in this format;
-/// `InvalidArgument` for a reasoning effort that the mode or the checkpoint does not know.
+/// `InvalidArgument` for a reasoning effort that the mode or the checkpoint does not know; `OutOfMemory`.
 pub fn render(messages: &[Message], options: &ChatOptions) -> Result<Prompt> {
+    probe(messages)?;
     build(Conversation { messages: messages.to_vec(), ..Conversation::default() }, options)
 }
 
+/// Copies of the messages' texts that rendering makes at most, buffers that grow by doubling and JSON that is escaped
+/// included.
+const COPIES: usize = 12;
+
+/// Asks for the memory that rendering takes.
+fn probe(messages: &[Message]) -> Result<()> {
+    let bytes = |message: &Message| {
+        let calls = message.tool_calls.iter().map(|call| call.name.len() + call.arguments.len());
+        let rest = [&message.reasoning_content, &message.response_format, &message.tool_call_id];
+        let rest = rest.into_iter().flatten().chain(&message.tools).map(String::len);
+        size_of::<Message>() + message.content.len() + calls.chain(rest).sum::<usize>()
+    };
+    alloc::probe("the prompt", messages.iter().map(bytes).sum::<usize>().saturating_mul(COPIES))
+}
+
 fn build(mut conversation: Conversation, options: &ChatOptions) -> Result<Prompt> {
+    if conversation.messages.is_empty() {
+        return fail("messages", "the list is empty: there is nothing to answer");
+    }
+    probe(&conversation.messages)?;
     if let Some(text) = &options.tools {
         conversation.tools = message::tools_from_text(text)?;
     }
@@ -70,7 +91,7 @@ fn build(mut conversation: Conversation, options: &ChatOptions) -> Result<Prompt
 
 fn effort_prefix(options: &ChatOptions) -> Result<&'static str> {
     if let (ThinkingMode::Chat, Some(effort)) = (options.thinking, options.effort) {
-        bail!(InvalidArgument, "reasoning effort {effort:?} is given, but thinking is off");
+        bail!(InvalidArgument, "reasoning effort {} is given, but thinking is off", effort.name());
     }
     options.effort_rules.prefix(options.effort)
 }

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use crate::cache::tier::TierOptions;
 use crate::cache::{BLOCK_TOKENS, CacheOptions, CheckpointPolicy, KvFormat};
-use crate::error::{Error, ErrorKind, Result, bail};
+use crate::error::{Error, Result, bail, beginning};
 use crate::model::Numerics;
 
 /// Where an engine runs.
@@ -36,7 +36,7 @@ impl FromStr for DeviceChoice {
         match (s, number) {
             ("cpu", _) => Ok(Self::Cpu),
             (_, Some(Ok(n))) => Ok(Self::Cuda(n)),
-            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("unknown device {s:?}; cpu, cuda or cuda:N"))),
+            _ => bail!(InvalidArgument, "unknown device {:?}; cpu, cuda or cuda:N", beginning(s, 100)),
         }
     }
 }

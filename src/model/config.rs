@@ -12,7 +12,7 @@ use std::path::Path;
 
 use self::fields::{Fields, Json, Object};
 use crate::error::{Error, ErrorKind, Result, bail};
-use crate::weights::read_limited;
+use crate::file;
 
 /// Which keys a trunk layer attends to besides the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -130,8 +130,6 @@ pub struct Config {
 const MODEL_TYPE: &str = "deepseek_v4";
 /// The only entry of `architectures` that is loaded.
 const ARCHITECTURE: &str = "DeepseekV4ForCausalLM";
-/// Longest `config.json` accepted, in bytes.
-const MAX_CONFIG_LEN: u64 = 16 << 20;
 
 // Largest values accepted, far above any release; their products stay below 2^63.
 const MAX_WIDTH: usize = 1 << 20;
@@ -168,7 +166,7 @@ impl Config {
     /// # Errors
     /// As [`Self::from_json`], with the path in front, and `NotFound` or `Io` if the file cannot be read.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let text = read_limited(path, MAX_CONFIG_LEN)?;
+        let text = file::read(path, file::CONFIG)?;
         let text = std::str::from_utf8(&text)
             .map_err(|e| Error::new(ErrorKind::Config, format!("{}: not UTF-8: {e}", path.display())))?;
         Self::from_json(text).map_err(|e| e.context(path.display()))
@@ -179,6 +177,8 @@ impl Config {
     /// # Errors
     /// `UnsupportedModel` for another `model_type`, naming it; `Config` for anything else, naming key and value.
     pub fn from_json(text: &str) -> Result<Self> {
+        // a value of two characters becomes one of 40 bytes, in a list that grows by doubling
+        crate::alloc::probe("config.json", text.len().saturating_mul(64))?;
         let json: Json =
             serde_json::from_str(text).map_err(|e| Error::new(ErrorKind::Config, format!("not valid JSON: {e}")))?;
         let Json::Object(object) = json else { bail!(Config, "not a JSON object, but {json}") };

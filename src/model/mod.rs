@@ -13,7 +13,8 @@ use std::sync::Arc;
 use once_cell::sync::OnceCell;
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
+use crate::file;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
 
@@ -47,10 +48,14 @@ impl Model {
     /// one `model.safetensors`, `tokenizer.json`).
     ///
     /// # Errors
-    /// `NotFound` and `Io` for files; `Corrupt` for damaged, truncated or contradicting ones; `Config` and
+    /// `InvalidArgument` if `path` is no folder; `NotFound` and `Io` for files; `Corrupt` for damaged, truncated or contradicting ones; `Config` and
     /// `UnsupportedModel` for the model itself. Messages name the file, key or tensor.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>> {
         let path = path.as_ref();
+        // a folder that is not there shows by its config.json, as ever
+        if path.is_file() {
+            file::check_model_folder(path)?;
+        }
         let config = Config::from_file(&path.join("config.json"))?;
         let checkpoint = Checkpoint::open(path)?;
         Self::from_parts(path.to_owned(), config, checkpoint)
@@ -101,23 +106,13 @@ impl Model {
     /// The tokenizer, read from `tokenizer.json` at the first call.
     ///
     /// # Errors
-    /// `NotFound` if the folder has none, `Tokenizer` if it cannot be read or has more ids than the model.
+    /// `NotFound` if the folder has none, `Tokenizer` if it cannot be read or has more ids than the model; fewer are padded
+    /// ([`Tokenizer::pad_to`]).
     pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
         self.tokenizer.get_or_try_init(|| {
             let file = self.path.join("tokenizer.json");
-            let tokenizer = Tokenizer::from_file(&file)?;
-            if tokenizer.vocab_size() > self.config.vocab_size {
-                return Err(Error::new(
-                    ErrorKind::Tokenizer,
-                    format!(
-                        "{}: {} ids, but the model's vocab_size is {}",
-                        file.display(),
-                        tokenizer.vocab_size(),
-                        self.config.vocab_size
-                    ),
-                ));
-            }
-            Ok(Arc::new(tokenizer))
+            let tokenizer = Tokenizer::from_file(&file)?.pad_to(self.config.vocab_size);
+            tokenizer.map(Arc::new).map_err(|e| e.context(file.display()))
         })
     }
 }

@@ -100,6 +100,8 @@ impl Matrix {
 pub struct Vector {
     tensor: Tensor,
     values: OnceLock<Vec<f32>>,
+    /// The first element that is not finite, once it was looked for.
+    bad: OnceLock<Option<usize>>,
 }
 
 impl Vector {
@@ -110,6 +112,26 @@ impl Vector {
             self.widen_into(&mut values);
             values
         })
+    }
+
+    /// The elements, for operations in which one that is not finite would not show: choices made by comparing.
+    ///
+    /// # Errors
+    /// `Numeric`, naming the tensor and the first such element.
+    pub fn finite(&self) -> Result<&[f32]> {
+        let values = self.values();
+        let bad = *self.bad.get_or_init(|| values.iter().position(|v| !v.is_finite()));
+        match bad {
+            None => Ok(values),
+            Some(i) => {
+                bail!(
+                    Numeric,
+                    "element {i} of {} is {}; `dsv4 verify --scan` tells more",
+                    self.tensor.name(),
+                    values[i]
+                )
+            }
+        }
     }
 
     /// Widens the elements now, with memory that is reserved fallibly.
@@ -191,6 +213,16 @@ impl HashTable {
             );
         }
         Ok(ids.map(|id| id as usize))
+    }
+
+    /// Reads the whole table and checks every id, for `dsv4 verify`; running checks the rows that it uses.
+    ///
+    /// # Errors
+    /// `Corrupt` as [`Self::row`], `Io`.
+    pub fn check(&self) -> Result<()> {
+        self.tensor.populate(0..self.tensor.byte_len())?;
+        let rows = self.tensor.shape()[0] as u32;
+        (0..rows).try_for_each(|token| self.row(token).map(drop))
     }
 
     /// The tensor in the checkpoint.
@@ -356,6 +388,19 @@ impl Weights {
     /// `OutOfMemory`, naming the tensor.
     pub fn prepare(&self) -> Result<()> {
         self.for_each_vector(&mut Vector::prepare)
+    }
+
+    /// The tables of the layers that choose experts by token id.
+    pub fn hash_tables(&self) -> impl Iterator<Item = &HashTable> {
+        let draft = match &self.draft {
+            DraftWeights::None => &[],
+            DraftWeights::Mtp(mtp) => std::slice::from_ref(&mtp.block),
+            DraftWeights::Dspark(dspark) => &dspark.stages[..],
+        };
+        self.layers.iter().chain(draft).filter_map(|layer| match &layer.ffn.routing {
+            Routing::Hash(table) => Some(table),
+            Routing::Bias(_) => None,
+        })
     }
 
     /// Calls `f` for every vector of the model until it fails.

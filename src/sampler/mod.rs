@@ -66,8 +66,16 @@ impl Sampler {
 
     /// Counts a token for the penalties: call it for every token of the sequence, prompt included
     /// if the prompt shall be penalised. [`Sampler::sample`] does not do it on its own.
-    pub fn accept(&mut self, id: TokenId) {
-        self.penalties.accept(id);
+    ///
+    /// # Errors
+    /// `OutOfMemory`; the token is not counted then.
+    pub fn accept(&mut self, id: TokenId) -> Result<()> {
+        self.penalties.accept(id)
+    }
+
+    /// Makes room for the next [`Sampler::accept`], which then cannot fail.
+    pub(crate) fn reserve_accept(&mut self) -> Result<()> {
+        self.penalties.reserve()
     }
 
     /// Forgets the accepted tokens and starts the random numbers anew.

@@ -1,8 +1,7 @@
 //! What a sampler is asked to do, and which values make sense.
 
-use std::collections::HashSet;
-
 use crate::TokenId;
+use crate::alloc;
 use crate::error::{Result, bail};
 
 /// Options of a [`Sampler`](super::Sampler). The default draws from the model's own distribution:
@@ -62,7 +61,7 @@ impl SamplerOptions {
     /// Checks every value.
     ///
     /// # Errors
-    /// `InvalidArgument` naming the field and its value.
+    /// `InvalidArgument` naming the field and its value; `OutOfMemory`.
     pub fn validate(&self) -> Result<()> {
         let Self { temperature, top_p, min_p, .. } = *self;
         if temperature == 0.0 && !self.greedy {
@@ -96,14 +95,16 @@ impl SamplerOptions {
     }
 
     fn validate_bias(&self) -> Result<()> {
-        let mut seen = HashSet::new();
+        let mut ids = alloc::with_capacity("logit bias", self.logit_bias.len())?;
         for &(id, bias) in &self.logit_bias {
             if bias.is_nan() || bias == f32::INFINITY {
                 bail!(InvalidArgument, "logit_bias of token id {id} is {bias}, it must be finite or minus infinity");
             }
-            if !seen.insert(id) {
-                bail!(InvalidArgument, "logit_bias has token id {id} twice");
-            }
+            ids.push(id);
+        }
+        ids.sort_unstable();
+        if let Some(pair) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
+            bail!(InvalidArgument, "logit_bias has token id {} twice", pair[0]);
         }
         Ok(())
     }

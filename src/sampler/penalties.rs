@@ -4,7 +4,10 @@ use std::collections::{HashMap, VecDeque};
 
 use super::SamplerOptions;
 use crate::TokenId;
-use crate::error::{Result, bail};
+use crate::error::{Error, Result, bail};
+
+/// An id and its count.
+const BYTES_PER_TOKEN: u64 = 8;
 
 /// Counts of the accepted tokens that the penalties look at. Invariant: with a window, `recent`
 /// holds its tokens and `counts` counts exactly those; without one, `recent` stays empty.
@@ -23,13 +26,14 @@ impl Penalties {
         Self { active, window: options.penalty_window, recent: VecDeque::new(), counts: HashMap::new() }
     }
 
-    pub(super) fn accept(&mut self, id: TokenId) {
+    pub(super) fn accept(&mut self, id: TokenId) -> Result<()> {
         if !self.active {
-            return;
+            return Ok(());
         }
+        self.reserve()?;
         *self.counts.entry(id).or_insert(0) += 1;
         if self.window == 0 {
-            return;
+            return Ok(());
         }
         self.recent.push_back(id);
         if self.recent.len() > self.window
@@ -37,6 +41,20 @@ impl Penalties {
         {
             self.forget(old);
         }
+        Ok(())
+    }
+
+    /// Room for one more token.
+    pub(super) fn reserve(&mut self) -> Result<()> {
+        if !self.active {
+            return Ok(());
+        }
+        let refused = |tokens: usize| Error::out_of_memory("accepted tokens", (tokens as u64 + 1) * BYTES_PER_TOKEN);
+        self.counts.try_reserve(1).map_err(|_| refused(self.counts.len()))?;
+        if self.window > 0 {
+            self.recent.try_reserve(1).map_err(|_| refused(self.recent.len()))?;
+        }
+        Ok(())
     }
 
     /// True when no token would be penalised.

@@ -9,7 +9,8 @@ use crate::error::{Result, bail};
 /// Cancels the running call of one session, or its next call if none is running. Cheap to clone and to send.
 ///
 /// The call looks between layers, so it returns within the time of one layer of one chunk; the chunk in flight is
-/// dropped, earlier ones stay in the session. A cancel is used up by the call that it ends.
+/// dropped, earlier ones stay in the session. A cancel is used up by the call that it ends. One that comes when its call
+/// has just ended counts for the next: [`CancelToken::reset`] and [`Session::clear`](super::Session::clear) take it back.
 #[derive(Clone, Debug, Default)]
 pub struct CancelToken {
     flag: Arc<AtomicBool>,

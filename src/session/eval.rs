@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use crate::TokenId;
+use crate::alloc;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::sampler::{Sampler, SamplerOptions, logprobs};
 
@@ -69,7 +70,8 @@ impl RecallCase {
     /// `start` on and repeated as needed.
     ///
     /// # Errors
-    /// `InvalidArgument` if the distance is too short for the answer and the question, or the filler is empty.
+    /// `InvalidArgument` if the distance is too short for the answer and the question, or the filler is empty;
+    /// `OutOfMemory`.
     pub fn plant(filler: &Filler<'_>, key: &PlantedKey, lead: usize, distance: usize) -> Result<Self> {
         let shortest = key.answer.len() + key.separator.len() + key.question.len();
         if distance < shortest {
@@ -80,14 +82,16 @@ impl RecallCase {
             bail!(InvalidArgument, "there is no filler text to plant a key into");
         }
         let mut text = filler.ids.iter().copied().cycle().skip(filler.start % filler.ids.len());
-        let mut prompt = vec![filler.bos];
+        let head = lead.saturating_add(key.fact.len() + 1);
+        let mut prompt = alloc::with_capacity("a recall prompt", distance.saturating_add(head))?;
+        prompt.push(filler.bos);
         prompt.extend(text.by_ref().take(lead));
         prompt.extend_from_slice(&key.fact);
         prompt.extend_from_slice(&key.answer);
         prompt.extend_from_slice(&key.separator);
         prompt.extend(text.take(between));
         prompt.extend_from_slice(&key.question);
-        Ok(Self { distance, prompt, answer: key.answer.clone() })
+        Ok(Self { distance, prompt, answer: alloc::copied("a recall answer", &key.answer)? })
     }
 }
 
@@ -153,5 +157,9 @@ mod tests {
         assert_eq!(case.prompt[case.prompt.len() - 10..][..2], case.answer);
         let short = RecallCase::plant(&filler, &key, 2, 5).unwrap_err();
         assert!(short.message().contains("distance is 5; the answer and the question alone take 6"), "{short}");
+        for (lead, distance) in [(2, usize::MAX), (usize::MAX, 10), (2, usize::MAX / 4)] {
+            let e = RecallCase::plant(&filler, &key, lead, distance).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::OutOfMemory, "{e}");
+        }
     }
 }

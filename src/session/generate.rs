@@ -72,8 +72,8 @@ impl Session {
     /// Generates from the session's logits with `sampler`.
     ///
     /// # Errors
-    /// `InvalidArgument` if the session has no logits (nothing was fed) or for options out of range, `Tokenizer` and
-    /// `NotFound` from the model's tokenizer.
+    /// `InvalidArgument` if the session has no logits (nothing was fed) or for options out of range, `OutOfMemory`,
+    /// `Tokenizer` and `NotFound` from the model's tokenizer.
     pub fn generate<'a>(&'a mut self, sampler: &'a mut Sampler, options: GenerateOptions) -> Result<Generation<'a>> {
         let decoding = Decoding::new(self, options)?;
         Ok(Generation { session: self, sampler, decoding, failed: false })
@@ -157,8 +157,11 @@ impl Decoding {
         let Some(logits) = session.logits() else {
             bail!(InvalidArgument, "the session has no logits");
         };
+        // memory first: after the draw nothing may fail, or a second try would draw another token
+        sampler.reserve_accept()?;
+        self.matcher.reserve()?;
         let token = sampler.sample(logits)?;
-        sampler.accept(token);
+        sampler.accept(token)?;
         let mut step = self.matcher.push(token)?;
         self.pending = Some(token);
         self.finish = step.stop.map(|reason| match reason {

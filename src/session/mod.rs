@@ -150,17 +150,17 @@ impl Session {
         sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let vocab = self.engine.model().config().vocab_size;
-        if let Some(i) = tokens.iter().position(|&t| t as usize >= vocab) {
-            bail!(InvalidArgument, "token {i} has id {}; the vocabulary has {vocab} ids", tokens[i]);
-        }
         if tokens.len() > self.remaining() {
             bail!(
                 ContextFull,
-                "{} tokens do not fit: {} of {} are used; nothing was fed",
-                tokens.len(),
+                "{} not fit: {} of {} are used; nothing was fed",
+                if tokens.len() == 1 { "1 token does".to_owned() } else { format!("{} tokens do", tokens.len()) },
                 self.position(),
                 self.context
             );
+        }
+        if let Some(i) = tokens.iter().position(|&t| t as usize >= vocab) {
+            bail!(InvalidArgument, "token {i} has id {}; the vocabulary has {vocab} ids", tokens[i]);
         }
         alloc::reserve("session tokens", &mut self.tokens, tokens.len())?;
         self.earlier
@@ -314,11 +314,18 @@ impl Session {
         self.context - self.tokens.len()
     }
 
-    /// Empties the session.
+    /// Empties the session, and takes back a cancel that no call has seen: one that came too late for the call it was
+    /// meant for.
     ///
     /// # Errors
     /// `OutOfMemory` or `NoBlocks` if there is no room for an empty state; the session is unchanged.
     pub fn clear(&mut self) -> Result<()> {
+        self.empty()?;
+        self.cancel.reset();
+        Ok(())
+    }
+
+    fn empty(&mut self) -> Result<()> {
         self.mark = None;
         self.cache.clear()?;
         self.tokens.clear();
@@ -364,7 +371,7 @@ impl Session {
             return Ok(());
         }
         if position == 0 {
-            return self.clear();
+            return self.empty();
         }
         if self.roll_back(position)? {
             return Ok(());
@@ -394,7 +401,7 @@ impl Session {
         let undone = self.cache.can_roll_back(position - 1).then_some(position - 1);
         let Some(start) = undone.or(checkpoint.as_ref().map(|state| state.position())) else {
             let rest = alloc::copied("session tokens", &self.tokens[..position])?;
-            self.clear()?;
+            self.empty()?;
             return Ok(rest);
         };
         let rest = alloc::copied("session tokens", &self.tokens[start..position])?;

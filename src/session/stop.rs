@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use crate::TokenId;
+use crate::alloc;
 use crate::error::{Result, bail};
 use crate::tokenizer::{Detokenizer, Tokenizer};
 
@@ -54,6 +55,7 @@ pub struct StopMatcher {
     patterns: Vec<Pattern>,
     /// Text not given out: its end may be the beginning of a stop string.
     held: String,
+    longest_token: usize,
     tokens: u64,
     stopped: bool,
 }
@@ -63,7 +65,7 @@ impl StopMatcher {
     ///
     /// # Errors
     /// `InvalidArgument` for an empty stop string, a token id outside the vocabulary, or
-    /// `max_tokens` 0.
+    /// `max_tokens` 0; `OutOfMemory`.
     pub fn new(conditions: StopConditions, eos: TokenId, tokenizer: Arc<Tokenizer>) -> Result<Self> {
         if conditions.max_tokens == Some(0) {
             bail!(InvalidArgument, "max_tokens is 0, it must be at least 1");
@@ -71,19 +73,35 @@ impl StopMatcher {
         if let Some(index) = conditions.strings.iter().position(String::is_empty) {
             bail!(InvalidArgument, "stop string {index} is empty");
         }
-        let vocab = tokenizer.vocab_size();
-        if let Some(id) = conditions.token_ids.iter().find(|&&id| id as usize >= vocab) {
-            bail!(InvalidArgument, "stop token id {id} is outside the vocabulary of {vocab} tokens");
+        if let Some(id) = conditions.token_ids.iter().find(|&&id| tokenizer.kind(id).is_err()) {
+            bail!(InvalidArgument, "stop token id {id} is outside the vocabulary");
+        }
+        let mut patterns = alloc::with_capacity("stop strings", conditions.strings.len())?;
+        for text in &conditions.strings {
+            patterns.push(Pattern::new(text)?);
         }
         Ok(Self {
-            patterns: conditions.strings.iter().map(|s| Pattern::new(s)).collect(),
+            patterns,
             conditions,
+            longest_token: tokenizer.longest_token(),
             eos,
             detokenizer: Detokenizer::new(tokenizer),
             held: String::new(),
             tokens: 0,
             stopped: false,
         })
+    }
+
+    /// Makes room for the text of the next token, so that [`Self::push`] cannot fail for memory.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn reserve(&mut self) -> Result<()> {
+        // a byte that is not UTF-8 becomes three, and up to three bytes wait for their character's end
+        let most = (self.longest_token + 3) * char::REPLACEMENT_CHARACTER.len_utf8();
+        alloc::reserve_text("generated text", &mut self.held, most)?;
+        // what is held may all be given out at once
+        alloc::probe("generated text", self.held.len() + most)
     }
 
     /// Takes the next generated token.
@@ -160,8 +178,10 @@ impl StopMatcher {
         }
         self.held.push_str(text);
         let kept = self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0);
-        let rest = self.held.split_off(self.held.len() - kept);
-        Step { text: std::mem::replace(&mut self.held, rest), stop: None }
+        let shown = self.held.len() - kept;
+        let text = self.held[..shown].to_owned();
+        self.held.drain(..shown);
+        Step { text, stop: None }
     }
 }
 
@@ -177,9 +197,9 @@ struct Pattern {
 
 impl Pattern {
     /// `text` is not empty.
-    fn new(text: &str) -> Self {
-        let bytes = text.as_bytes().to_vec();
-        let mut borders = vec![0; bytes.len() + 1];
+    fn new(text: &str) -> Result<Self> {
+        let bytes = alloc::copied("a stop string", text.as_bytes())?;
+        let mut borders = alloc::zeroed("a stop string", bytes.len() + 1)?;
         let mut border = 0;
         for at in 1..bytes.len() {
             while border > 0 && bytes[at] != bytes[border] {
@@ -188,7 +208,7 @@ impl Pattern {
             border += usize::from(bytes[at] == bytes[border]);
             borders[at + 1] = border;
         }
-        Self { bytes, borders, matched: 0 }
+        Ok(Self { bytes, borders, matched: 0 })
     }
 
     /// Takes one byte of text; true when the pattern ends with it. Not called again after that.

@@ -12,6 +12,7 @@ use serde_json::Value;
 use tokenizers::PreTokenizerWrapper;
 use tokenizers::models::bpe::{BPE, Vocab};
 
+use super::pieces::V4_SPLITS;
 use super::{MarkerTrie, Span, TokenKind, Tokenizer};
 use crate::TokenId;
 use crate::error::{Error, ErrorKind, Result, bail};
@@ -25,6 +26,7 @@ const PLACEHOLDER_NAMES: [&str; 2] = ["place▁holder", "place_holder"];
 /// The parts of `tokenizer.json` that decide ids. `post_processor` and `truncation` only matter
 /// to callers that ask the `tokenizers` crate for them, which this library never does.
 #[derive(Deserialize)]
+#[serde(expecting = "an object with added_tokens, pre_tokenizer and model")]
 struct File {
     #[serde(default)]
     added_tokens: Vec<AddedToken>,
@@ -38,6 +40,7 @@ struct File {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an added token with id and content")]
 struct AddedToken {
     id: TokenId,
     content: String,
@@ -52,6 +55,7 @@ struct AddedToken {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "a BPE model with vocab and merges")]
 struct Model {
     #[serde(rename = "type")]
     kind: Option<String>,
@@ -73,7 +77,7 @@ struct Model {
 
 /// Both spellings of the merge list that are in use: `"a b"` and `["a", "b"]`.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "merges must be a list of \"a b\" or of [\"a\", \"b\"]")]
 enum Merges {
     Joined(Vec<String>),
     Pairs(Vec<(String, String)>),
@@ -85,6 +89,7 @@ pub(super) fn from_bytes(json: &[u8]) -> Result<Tokenizer> {
     check_normalizer(&file.normalizer)?;
     check_decoder(&file.decoder)?;
     check_model(&file.model)?;
+    let has_v4_splits = has_v4_splits(&file.pre_tokenizer);
     let pre_tokenizer = build_pre_tokenizer(file.pre_tokenizer)?;
 
     let mut table = Table::default();
@@ -93,7 +98,8 @@ pub(super) fn from_bytes(json: &[u8]) -> Result<Tokenizer> {
     let model = build_model(file.model.vocab, file.model.merges)?;
 
     let Table { bytes, spans } = table;
-    Ok(Tokenizer { pre_tokenizer, model, markers, bytes, spans })
+    let ids = 0;
+    Ok(Tokenizer { pre_tokenizer, model, markers, bytes, spans, ids, has_v4_splits })
 }
 
 fn check_normalizer(normalizer: &Value) -> Result<()> {
@@ -159,6 +165,18 @@ fn build_pre_tokenizer(value: Value) -> Result<PreTokenizerWrapper> {
         bail!(Tokenizer, "pre_tokenizer: ByteLevel.add_prefix_space must be false");
     }
     serde_json::from_value(value).map_err(|e| Error::new(ErrorKind::Tokenizer, format!("pre_tokenizer: {e}")))
+}
+
+/// Whether the splits are exactly those that [`V4_SPLITS`] lists, one behind the other, `ByteLevel` splitting no further.
+fn has_v4_splits(value: &Value) -> bool {
+    let Some([splits @ .., last]) = value.get("pretokenizers").and_then(Value::as_array).map(Vec::as_slice) else {
+        return false;
+    };
+    let patterns = splits.iter().map(|split| match split.get("invert") {
+        None | Some(Value::Bool(false)) => split.get("pattern")?.get("Regex")?.as_str(),
+        Some(_) => None,
+    });
+    patterns.eq(V4_SPLITS.map(Some)) && last.get("use_regex") == Some(&Value::Bool(false))
 }
 
 fn build_model(vocab: Vocab, merges: Merges) -> Result<BPE> {

@@ -12,6 +12,7 @@
 mod detokenizer;
 mod load;
 mod marker_trie;
+mod pieces;
 
 use std::path::Path;
 
@@ -20,7 +21,9 @@ use tokenizers::{
 };
 
 use crate::TokenId;
-use crate::error::{Error, ErrorKind, Result, bail};
+use crate::alloc;
+use crate::error::{Result, bail};
+use crate::file;
 
 pub use detokenizer::{Detokenizer, Utf8Stream};
 use marker_trie::MarkerTrie;
@@ -43,7 +46,7 @@ pub enum TokenKind {
     Special,
     /// A control token that is *not* flagged special: turn, `<think>`, DSML, task, fill-in markers.
     Markup,
-    /// A reserved added token without meaning (`<｜place▁holder▁no▁0｜>`, …).
+    /// A reserved added token without meaning (`<｜place▁holder▁no▁0｜>`, …), or an id without a token.
     Placeholder,
 }
 
@@ -55,7 +58,17 @@ pub struct Tokenizer {
     /// Bytes of every id, laid end to end; `spans[id]` finds them.
     bytes: Vec<u8>,
     spans: Vec<Span>,
+    /// Ids of the model, those without a token included; 0 until [`Tokenizer::pad_to`] has told.
+    ids: usize,
+    /// Whether the pre-tokeniser is V4's, so that long texts can be encoded in pieces.
+    has_v4_splits: bool,
 }
+
+/// Bytes that the `tokenizers` crate takes at most for each byte of a text that is encoded in one piece.
+/// (`tests/tokenizer_memory.rs` measures it.)
+const ENCODING_COST: usize = 400;
+/// Bytes that reading a `tokenizer.json` takes at most for each of its bytes.
+const LOADING_COST: usize = 24;
 
 /// Where one token's bytes lie in `Tokenizer::bytes`.
 #[derive(Clone, Copy, Default)]
@@ -78,25 +91,26 @@ impl Tokenizer {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// `NotFound` or `Io` when the file cannot be read, `Tokenizer` when it is not a byte-level BPE
+    /// `NotFound` or `Io` when the file cannot be read, `OutOfMemory`, `Tokenizer` when it is not a byte-level BPE
     /// tokenizer that covers all 256 bytes; the message names the file.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let json = std::fs::read(path).map_err(|e| Error::io(path, &e))?;
+        let json = file::read(path, file::TOKENIZER)?;
         Self::from_bytes(&json).map_err(|e| e.context(path.display()))
     }
 
     /// Reads the contents of a `tokenizer.json`.
     ///
     /// # Errors
-    /// `Tokenizer`, as [`Tokenizer::from_file`].
+    /// `Tokenizer` and `OutOfMemory`, as [`Tokenizer::from_file`].
     pub fn from_bytes(json: &[u8]) -> Result<Self> {
+        alloc::probe("the tokenizer", json.len().saturating_mul(LOADING_COST))?;
         load::from_bytes(json)
     }
 
     /// Token ids of `text`; no BOS or EOS is added.
     ///
     /// # Errors
-    /// `Tokenizer` when the pre-tokeniser gives up on the text.
+    /// `Tokenizer` when the pre-tokeniser gives up on the text; `OutOfMemory` with the bytes.
     pub fn encode(&self, text: &str, markup: Markup) -> Result<Vec<TokenId>> {
         let mut ids = Vec::new();
         if markup == Markup::Text {
@@ -106,6 +120,7 @@ impl Tokenizer {
         let mut rest = text;
         while let Some((range, id)) = self.markers.find(rest) {
             self.encode_ordinary(&rest[..range.start], &mut ids)?;
+            alloc::reserve("token ids", &mut ids, 1)?;
             ids.push(id);
             rest = &rest[range.end..];
         }
@@ -116,18 +131,21 @@ impl Tokenizer {
     /// Text of `ids`; bytes that are not UTF-8 become U+FFFD, as `String::from_utf8_lossy` does.
     ///
     /// # Errors
-    /// `Tokenizer`, naming the first id outside the vocabulary.
+    /// `Tokenizer`, naming the first id outside the vocabulary; `OutOfMemory`.
     pub fn decode(&self, ids: &[TokenId]) -> Result<String> {
-        let bytes = self.decode_bytes(ids)?;
-        Ok(String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()))
+        String::from_utf8(self.decode_bytes(ids)?).or_else(|e| replace_invalid(e.as_bytes()))
     }
 
     /// Bytes of `ids`, exactly; they need not be UTF-8.
     ///
     /// # Errors
-    /// `Tokenizer`, naming the first id outside the vocabulary.
+    /// `Tokenizer`, naming the first id outside the vocabulary; `OutOfMemory`.
     pub fn decode_bytes(&self, ids: &[TokenId]) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
+        let mut len = 0;
+        for &id in ids {
+            len += self.token_bytes(id)?.len();
+        }
+        let mut bytes = alloc::with_capacity("decoded text", len)?;
         for &id in ids {
             bytes.extend_from_slice(self.token_bytes(id)?);
         }
@@ -135,7 +153,7 @@ impl Tokenizer {
     }
 
     /// Bytes that one token stands for: a control token's spelling, or a piece of text that may
-    /// end within a code point.
+    /// end within a code point. Nothing for an id that pads the vocabulary (see [`Tokenizer::pad_to`]).
     ///
     /// # Errors
     /// `Tokenizer` when `id` is outside the vocabulary.
@@ -172,36 +190,82 @@ impl Tokenizer {
         self.markers.ids()
     }
 
-    /// One more than the largest id.
+    /// One more than the largest id that has a token.
     pub fn vocab_size(&self) -> usize {
         self.spans.len()
     }
 
+    /// Most bytes that one token stands for.
+    pub fn longest_token(&self) -> usize {
+        self.spans.iter().map(|span| span.len).max().unwrap_or(0)
+    }
+
+    /// The tokenizer for a model with `vocab_size` ids. Checkpoints round their vocabulary up, so the last ids may have
+    /// no token; a model can choose them all the same. They are placeholders that stand for no bytes.
+    ///
+    /// # Errors
+    /// `Tokenizer` if there are more tokens than ids.
+    pub fn pad_to(mut self, vocab_size: usize) -> Result<Self> {
+        if self.spans.len() > vocab_size {
+            bail!(Tokenizer, "{} ids, but the model's vocab_size is {vocab_size}", self.spans.len());
+        }
+        self.ids = vocab_size;
+        Ok(self)
+    }
+
     fn span(&self, id: TokenId) -> Result<(Span, TokenKind)> {
-        let found = self.spans.get(id as usize).and_then(|&span| Some((span, span.kind?)));
-        found.ok_or_else(|| {
-            let size = self.spans.len();
-            Error::new(ErrorKind::Tokenizer, format!("token id {id} is not in the vocabulary of {size} tokens"))
-        })
+        let span = self.spans.get(id as usize).copied().unwrap_or_default();
+        match span.kind {
+            Some(kind) => Ok((span, kind)),
+            // an empty span
+            None if (id as usize) < self.ids => Ok((span, TokenKind::Placeholder)),
+            None => {
+                let size = self.spans.len().max(self.ids);
+                bail!(Tokenizer, "token id {id} is not in the vocabulary of {size} tokens")
+            }
+        }
     }
 
     /// Appends the ids of `text`, in which no added token is looked for.
-    fn encode_ordinary(&self, text: &str, ids: &mut Vec<TokenId>) -> Result<()> {
-        if text.is_empty() {
-            return Ok(());
+    fn encode_ordinary(&self, mut text: &str, ids: &mut Vec<TokenId>) -> Result<()> {
+        while !text.is_empty() {
+            let (piece, rest) = if self.has_v4_splits { pieces::next_piece(text) } else { (text, "") };
+            self.encode_piece(piece, ids)?;
+            text = rest;
         }
+        Ok(())
+    }
+
+    fn encode_piece(&self, text: &str, ids: &mut Vec<TokenId>) -> Result<()> {
+        alloc::probe("encoding a text", text.len().saturating_mul(ENCODING_COST))?;
         let mut pieces = PreTokenizedString::from(text);
         if let Err(e) = self.pre_tokenizer.pre_tokenize(&mut pieces) {
             bail!(Tokenizer, "cannot split a text of {} bytes: {e}", text.len());
         }
         for (piece, _, _) in pieces.get_splits(OffsetReferential::Original, OffsetType::None) {
             match self.model.tokenize(piece) {
-                Ok(tokens) => ids.extend(tokens.into_iter().map(|token| token.id)),
+                Ok(tokens) => {
+                    alloc::reserve("token ids", ids, tokens.len())?;
+                    ids.extend(tokens.into_iter().map(|token| token.id));
+                }
                 Err(e) => bail!(Tokenizer, "cannot encode a piece of {} bytes: {e}", piece.len()),
             }
         }
         Ok(())
     }
+}
+
+/// As `String::from_utf8_lossy`, with memory that is reserved fallibly.
+fn replace_invalid(bytes: &[u8]) -> Result<String> {
+    let mut text = String::new();
+    for chunk in bytes.utf8_chunks() {
+        alloc::reserve_text("decoded text", &mut text, chunk.valid().len() + char::REPLACEMENT_CHARACTER.len_utf8())?;
+        text.push_str(chunk.valid());
+        if !chunk.invalid().is_empty() {
+            text.push(char::REPLACEMENT_CHARACTER);
+        }
+    }
+    Ok(text)
 }
 
 impl std::fmt::Debug for Tokenizer {

@@ -52,6 +52,7 @@ impl Header {
         if text.first() != Some(&b'{') {
             bail!(Corrupt, "the header is not a JSON object: not a safetensors file");
         }
+        alloc::probe("a safetensors header", text.len().saturating_mul(12))?;
         let mut builder = Builder { header: Self::default(), failure: None };
         let mut json = serde_json::Deserializer::from_slice(text);
         let result = builder.deserialize(&mut json).and_then(|()| json.end());
@@ -193,6 +194,7 @@ impl Header {
 
 /// A header entry as written.
 #[derive(Deserialize)]
+#[serde(expecting = "an object with dtype, shape and data_offsets")]
 struct RawEntry<'a> {
     #[serde(borrow)]
     dtype: Cow<'a, str>,

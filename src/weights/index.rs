@@ -32,6 +32,7 @@ impl<'a> Index<'a> {
     /// # Errors
     /// `Corrupt` if it is not an index, names a tensor twice, or has a file name that could leave the folder.
     pub(super) fn parse(text: &'a [u8]) -> Result<Self> {
+        alloc::probe("the index", text.len().saturating_mul(8))?;
         let raw: RawIndex<'a> = serde_json::from_slice(text)
             .map_err(|e| Error::new(ErrorKind::Corrupt, format!("not a safetensors index: {e}")))?;
         let WeightMap { mut files, mut tensors, failure } = raw.weight_map;
@@ -87,6 +88,7 @@ fn check_file_name(name: &str) -> Result<()> {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object with weight_map")]
 struct RawIndex<'a> {
     #[serde(default)]
     metadata: Option<serde_json::Value>,

@@ -19,8 +19,6 @@ mod survey;
 
 use std::borrow::Cow;
 use std::fmt;
-use std::fs::{self, File};
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,15 +28,14 @@ pub use self::scan::{Finding, Suspicion};
 pub use self::shard::Shard;
 pub use self::survey::ShardReport;
 use crate::alloc;
-use crate::error::{Error, ErrorKind, Result, bail};
+use crate::error::{Error, ErrorKind, Result, bail, plural};
+use crate::file;
 use crate::tensor::DType;
 
 /// Name of the index of a checkpoint with several shards.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Name of the only file of a checkpoint without an index.
 pub const SINGLE_FILE: &str = "model.safetensors";
-/// Longest index accepted, in bytes: twenty times that of the largest release.
-const MAX_INDEX_LEN: u64 = 256 << 20;
 
 /// An open checkpoint. Cheap to share; immutable.
 #[derive(Debug)]
@@ -48,7 +45,11 @@ pub struct Checkpoint {
     /// Shard and position therein of each tensor, sorted by name.
     table: Vec<(u32, u32)>,
     total_bytes: u64,
+    differences: Vec<String>,
 }
+
+/// Most differences that are told one by one.
+const MAX_DIFFERENCES: usize = 10;
 
 /// One tensor of a checkpoint: a handle that keeps its shard mapped.
 #[derive(Clone)]
@@ -60,8 +61,8 @@ pub struct Tensor {
 impl Checkpoint {
     /// Opens the checkpoint in folder `dir`: all shards of `model.safetensors.index.json`, else `model.safetensors`.
     ///
-    /// The index is the contract: tensors in the shards that it does not name are not part of the model (logged), and a
-    /// `metadata.total_size` that differs from the tensors is logged, since every size is checked one by one anyway.
+    /// The index is the contract: tensors in the shards that it does not name are not part of the model (logged), and
+    /// [`Self::differences`] are logged, since every size is checked one by one anyway.
     /// Symbolic links are followed.
     ///
     /// # Errors
@@ -69,10 +70,7 @@ impl Checkpoint {
     /// with names, declared and real sizes for anything truncated or contradictory; `Unsupported` for an unknown dtype,
     /// used or not; `Io`; `OutOfMemory` if a shard cannot be mapped.
     pub fn open(dir: &Path) -> Result<Self> {
-        let metadata = fs::metadata(dir).map_err(|e| Error::io(dir, &e))?;
-        if !metadata.is_dir() {
-            bail!(InvalidArgument, "{}: not a folder; a checkpoint is the folder with config.json", dir.display());
-        }
+        file::check_model_folder(dir)?;
         let index = dir.join(INDEX_FILE);
         if exists(&index)? {
             return Self::open_indexed(dir, &index);
@@ -132,6 +130,12 @@ impl Checkpoint {
         &self.dir
     }
 
+    /// What the index says that does not keep the model from running, in words: a tensor in a second shard (ignored), a
+    /// wrong `metadata.total_size`. Each was logged as a warning.
+    pub fn differences(&self) -> &[String] {
+        &self.differences
+    }
+
     /// Checks that no shard has changed its size since opening: one `fstat` each, cheap enough for every step.
     ///
     /// # Errors
@@ -162,7 +166,7 @@ impl Checkpoint {
     }
 
     fn open_indexed(dir: &Path, path: &Path) -> Result<Self> {
-        let text = read_limited(path, MAX_INDEX_LEN)?;
+        let text = file::read(path, file::INDEX)?;
         let index = Index::parse(&text).map_err(|e| e.context(path.display()))?;
         check_presence(dir, &index).map_err(|e| e.context(path.display()))?;
         let mut shards = alloc::with_capacity("the list of shards", index.files.len())?;
@@ -190,10 +194,12 @@ impl Checkpoint {
         let bytes =
             table.iter().map(|&(shard, position): &(u32, u32)| shards[shard as usize].byte_len(position as usize));
         let total_bytes = bytes.sum();
-        if let Some((path, index)) = index {
-            log_differences(path, index, in_shards, total_bytes);
-        }
-        Ok(Self { dir: dir.to_owned(), shards: shards.into_iter().map(Arc::new).collect(), table, total_bytes })
+        let differences = match index {
+            Some((path, index)) => differences(path, index, &shards, total_bytes),
+            None => Vec::new(),
+        };
+        let shards = shards.into_iter().map(Arc::new).collect();
+        Ok(Self { dir: dir.to_owned(), shards, table, total_bytes, differences })
     }
 }
 
@@ -254,21 +260,6 @@ fn exists(path: &Path) -> Result<bool> {
     path.try_exists().map_err(|e| Error::io(path, &e))
 }
 
-/// Reads a whole file of at most `limit` bytes.
-pub(crate) fn read_limited(path: &Path, limit: u64) -> Result<Vec<u8>> {
-    let metadata = fs::metadata(path).map_err(|e| Error::io(path, &e))?;
-    if !metadata.is_file() {
-        bail!(Io, "{}: not a regular file", path.display());
-    }
-    if metadata.len() > limit {
-        bail!(Corrupt, "{}: {} bytes are more than the {limit} accepted", path.display(), metadata.len());
-    }
-    let mut text = alloc::with_capacity(&path.to_string_lossy(), metadata.len() as usize)?;
-    let file = File::open(path).map_err(|e| Error::io(path, &e))?;
-    file.take(limit).read_to_end(&mut text).map_err(|e| Error::io(path, &e))?;
-    Ok(text)
-}
-
 /// Refuses an index that names shards which are not there, with their number and the first one.
 fn check_presence(dir: &Path, index: &Index<'_>) -> Result<()> {
     let mut missing = Vec::new();
@@ -282,11 +273,11 @@ fn check_presence(dir: &Path, index: &Index<'_>) -> Result<()> {
     let example = tensors.next().map_or("?", |(name, _)| name);
     bail!(
         NotFound,
-        "{} of the {} shards it names are missing, first {} (with {} tensors, such as {example})",
+        "{} of the {} shards it names are missing, first {} (with {}, such as {example})",
         missing.len(),
         index.files.len(),
         index.files[first],
-        tensors.count() + 1
+        plural(tensors.count() as u64 + 1, "tensor")
     );
 }
 
@@ -300,13 +291,45 @@ fn misplaced(name: &str, shard: usize, shards: &[Shard]) -> Error {
     Error::new(ErrorKind::Corrupt, message)
 }
 
-/// Logs what the index says differently without contradicting the tensors it names.
-fn log_differences(path: &Path, index: &Index<'_>, in_shards: usize, total_bytes: u64) {
+/// What the index says differently without contradicting the tensors it names; logged too.
+fn differences(path: &Path, index: &Index<'_>, shards: &[Shard], total_bytes: u64) -> Vec<String> {
+    let mut found = Vec::new();
+    let (mut doubled, mut unlisted, mut example) = (0, 0, "");
+    let in_shards: usize = shards.iter().map(Shard::tensor_count).sum();
     if in_shards > index.tensors.len() {
-        let unlisted = in_shards - index.tensors.len();
-        tracing::warn!(path = %path.display(), unlisted, "the shards hold tensors that the index does not name; ignored");
+        for (s, shard) in shards.iter().enumerate() {
+            for name in (0..shard.tensor_count()).map(|i| shard.name(i)) {
+                match index.tensors.binary_search_by(|(listed, _)| (**listed).cmp(name)) {
+                    Ok(i) if index.tensors[i].1 as usize == s => {}
+                    Ok(i) => {
+                        doubled += 1;
+                        let file = &index.files[index.tensors[i].1 as usize];
+                        if doubled <= MAX_DIFFERENCES {
+                            found.push(format!(
+                                "tensor {name} is in {file}, as the index says, and in {} too",
+                                index.files[s]
+                            ));
+                        }
+                    }
+                    Err(_) => {
+                        unlisted += 1;
+                        example = name;
+                    }
+                }
+            }
+        }
+    }
+    if doubled > MAX_DIFFERENCES {
+        found.push(format!("{} tensors more are in two shards", doubled - MAX_DIFFERENCES));
     }
     if let Some(declared) = index.total_size.filter(|&declared| declared != total_bytes) {
-        tracing::warn!(path = %path.display(), declared, total_bytes, "metadata.total_size differs from the tensors' sum");
+        found.push(format!("metadata.total_size is {declared}, but the tensors have {total_bytes} bytes"));
     }
+    for difference in &found {
+        tracing::warn!(path = %path.display(), "{difference}");
+    }
+    if unlisted > 0 {
+        tracing::warn!(path = %path.display(), unlisted, example, "tensors that the index does not name are ignored");
+    }
+    found
 }

@@ -7,7 +7,7 @@
 use std::fmt;
 
 use super::{Checkpoint, Tensor};
-use crate::error::{Result, bail};
+use crate::error::{Result, bail, plural};
 use crate::tensor::DType;
 
 /// Bytes read between two calls of the progress callback; a multiple of every element size.
@@ -35,7 +35,10 @@ impl fmt::Display for Suspicion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.finding {
             Finding::AllZero => write!(f, "tensor {} is all zeros", self.tensor),
-            Finding::NotFinite(count) => write!(f, "tensor {} has {count} elements that are not finite", self.tensor),
+            Finding::NotFinite(count) => {
+                let elements = plural(count, "element");
+                write!(f, "tensor {} has {elements} not finite", self.tensor)
+            }
         }
     }
 }

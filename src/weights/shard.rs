@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::header::{Header, MAX_HEADER_LEN};
 use super::mmap::Mapping;
 use crate::alloc;
-use crate::error::{Error, ErrorKind, Result, bail};
+use crate::error::{Error, ErrorKind, Result, bail, plural};
 use crate::tensor::DType;
 
 /// Bytes of the header length at the start of a file.
@@ -148,6 +148,10 @@ impl Shard {
         let Backing::Mapped(_, map) = &self.bytes else { return Ok(()) };
         let start = self.file_range(i).start;
         map.populate(start + part.start..start + part.end).map_err(|e| {
+            // "Bad address" is what the system says of pages that a file no longer has
+            if let Err(shrunk) = self.check_size() {
+                return shrunk;
+            }
             let position = start + part.start;
             Error::new(
                 ErrorKind::Io,
@@ -167,7 +171,7 @@ impl Shard {
 /// Reads and checks the header of a file of `size` bytes; also gives the position of the data.
 fn read_header(file: &mut (impl Read + Seek), size: u64) -> Result<(Header, usize)> {
     if size < PREFIX {
-        bail!(Corrupt, "{size} bytes are too short for a safetensors file");
+        bail!(Corrupt, "{}: too short for a safetensors file", plural(size, "byte"));
     }
     let io = |e: std::io::Error| Error::new(ErrorKind::Io, e.to_string());
     let mut prefix = [0; PREFIX as usize];
@@ -193,17 +197,17 @@ fn read_header(file: &mut (impl Read + Seek), size: u64) -> Result<(Header, usiz
         let first = header.first_beyond(available).unwrap_or("?");
         bail!(
             Corrupt,
-            "declares {} bytes, but the file has {size}: truncated by {} bytes; the first tensor cut off is {first}",
+            "declares {} bytes, but the file has {size}: truncated by {}; the first tensor cut off is {first}",
             u128::from(PREFIX) + u128::from(length) + u128::from(header.data_len()),
-            header.data_len() - available
+            plural(header.data_len() - available, "byte")
         );
     }
     if header.data_len() < available {
         bail!(
             Corrupt,
-            "declares {} bytes, but the file has {size}: {} bytes behind the last tensor belong to none",
+            "declares {} bytes, but the file has {size}: {} behind the last tensor too many",
             PREFIX + length + header.data_len(),
-            available - header.data_len()
+            plural(available - header.data_len(), "byte")
         );
     }
     Ok((header, (PREFIX + length) as usize))

@@ -5,8 +5,9 @@
 use std::path::{Path, PathBuf};
 
 use super::index::Index;
-use super::{Checkpoint, INDEX_FILE, MAX_INDEX_LEN, SINGLE_FILE, Shard, exists, read_limited};
+use super::{Checkpoint, INDEX_FILE, SINGLE_FILE, Shard, exists};
 use crate::error::Result;
+use crate::file;
 
 /// One shard as [`Checkpoint::survey`] found it.
 #[derive(Debug)]
@@ -26,7 +27,7 @@ impl Checkpoint {
     pub fn survey(dir: &Path) -> Result<Vec<ShardReport>> {
         let path = dir.join(INDEX_FILE);
         let files = if exists(&path)? {
-            let text = read_limited(&path, MAX_INDEX_LEN)?;
+            let text = file::read(&path, file::INDEX)?;
             let index = Index::parse(&text).map_err(|e| e.context(path.display()))?;
             index.files.iter().map(|file| dir.join(&**file)).collect()
         } else {

@@ -50,8 +50,9 @@ fn bytes_behind_the_last_tensor_are_refused() {
 
 #[test]
 fn file_shorter_than_a_header_length_is_refused() {
-    for len in [0, 1, 7] {
-        assert_error(open_bytes(&vec![0; len]), Corrupt, &["model.safetensors", &format!("{len} bytes")]);
+    for (len, size) in [(0, "0 bytes"), (1, "1 byte"), (7, "7 bytes")] {
+        let parts = ["model.safetensors", &format!("{size}: too short")];
+        assert_error(open_bytes(&vec![0; len]), Corrupt, &parts);
     }
 }
 
@@ -98,7 +99,7 @@ fn overlap_gap_and_offsets_past_the_end_are_refused() {
     assert_error(open_header(&two((0, 8), (0, 8)), 8), Corrupt, &["overlaps"]);
     assert_error(open_header(&two((0, 8), (9, 16)), 16), Corrupt, &["tensor b", "gap", "9", "8"]);
     assert_error(open_header(&two((1, 8), (8, 16)), 16), Corrupt, &["tensor a", "gap"]);
-    assert_error(open_header(&two((0, 8), (8, 17)), 16), Corrupt, &["truncated by 1 bytes", "cut off is b"]);
+    assert_error(open_header(&two((0, 8), (8, 17)), 16), Corrupt, &["truncated by 1 byte;", "cut off is b"]);
     assert_error(open_header(&two((0, 8), (8, u32::MAX)), 16), Corrupt, &["truncated"]);
 }
 

@@ -152,10 +152,11 @@ fn shards_may_be_symbolic_links_as_in_a_download_cache() {
 }
 
 #[test]
-fn wrong_total_size_is_only_logged() {
+fn wrong_total_size_is_a_difference_and_no_error() {
     for total in [json!(1), json!("many"), json!(-1), Value::Null] {
-        let dir = with_index(|index| index["metadata"]["total_size"] = total);
-        load(dir.path()).unwrap();
+        let dir = with_index(|index| index["metadata"]["total_size"] = total.clone());
+        let differences = load(dir.path()).unwrap().0.differences().to_vec();
+        assert_eq!(differences.iter().any(|d| d.contains("total_size is 1, but")), total == 1, "{differences:?}");
     }
     let dir = with_index(|index| {
         index.as_object_mut().unwrap().shift_remove("metadata");

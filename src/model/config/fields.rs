@@ -171,6 +171,7 @@ impl<'a> Fields<'a> {
         };
         match number.filter(|n| range.contains(n)) {
             Some(number) => Ok(number),
+            None if range.start() == range.end() => self.wrong(key, value, &range.start().to_string()),
             None => self.wrong(key, value, &format!("a whole number from {} to {}", range.start(), range.end())),
         }
     }

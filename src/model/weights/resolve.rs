@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::cell::RefCell;
+use std::sync::OnceLock;
 
 use once_cell::sync::OnceCell;
 
@@ -273,7 +274,7 @@ impl Resolver<'_> {
     }
 
     fn vector(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Vector> {
-        Ok(Vector { tensor: self.tensor(name, dtype, shape)?, values: std::sync::OnceLock::new() })
+        Ok(Vector { tensor: self.tensor(name, dtype, shape)?, values: OnceLock::new(), bad: OnceLock::new() })
     }
 
     /// A matrix without scales.
