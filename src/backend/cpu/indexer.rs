@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 
 use crate::alloc;
 use crate::cache::LayerView;
-use crate::error::Result;
+use crate::error::{Result, bail};
 use crate::tensor::format::round_bf16;
 
 use super::Cpu;
@@ -77,6 +77,9 @@ impl Queries<'_> {
 }
 
 /// Scores every visible entry for every query and keeps the best `top_k`; equal scores go to the lower entry.
+///
+/// # Errors
+/// `Numeric` if a score is not finite: a choice among such would look like any other.
 pub fn select(cpu: &Cpu, queries: &Queries<'_>, view: LayerView<'_>, top_k: usize) -> Result<Selection> {
     let n = queries.len();
     let width = top_k.min(queries.visible(n - 1));
@@ -95,6 +98,14 @@ pub fn select(cpu: &Cpu, queries: &Queries<'_>, view: LayerView<'_>, top_k: usiz
         let first = group * QUERIES;
         let mut scores = scores(cpu, queries, view, first, ids.len() / width)?;
         for (row, ids) in ids.chunks_exact_mut(width).enumerate() {
+            // one pass over the scores, each of which is a sum over all heads and dimensions
+            if !scores[row].iter().fold(true, |finite, s| finite & s.is_finite()) {
+                let position = queries.start + first + row;
+                bail!(
+                    Numeric,
+                    "the index scores of position {position} are not finite; `dsv4 verify --scan` tells whether weights are not finite"
+                );
+            }
             best(&mut scores[row], ids)?;
         }
         Ok(())

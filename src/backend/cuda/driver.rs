@@ -74,7 +74,8 @@ fn probe() -> Result<()> {
         // SAFETY: the driver library's initialisers are those that any CUDA program runs when it starts.
         match unsafe { libloading::Library::new(name) } {
             Ok(library) => return symbols(&library, name),
-            Err(error) => reasons.push(error.to_string()),
+            // the system's own words, which name the library; libloading's say only that it could not be opened
+            Err(error) => reasons.push(std::error::Error::source(&error).unwrap_or(&error).to_string()),
         }
     }
     bail!(Unavailable, "no NVIDIA driver: {}; the CPU works without one", reasons.join("; "));

@@ -9,7 +9,7 @@ use crate::backend::cpu::linear::Job;
 use crate::backend::cpu::norm::{head_norm, rms_norm, store_bf16};
 use crate::backend::cpu::rope::Rotations;
 use crate::cache::StagedLayer;
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::model::config::LayerKind;
 use crate::model::weights::{AttentionWeights, CompressorWeights, IndexerWeights, Matrix};
 use crate::tensor::format::{e2m1_round_trip, e4m3_round_trip};
@@ -99,7 +99,7 @@ impl Trunk<'_> {
                 heads: c.num_attention_heads,
                 dim: c.head_dim,
                 start: segment.staged.start,
-                sink: w.sink.values(),
+                sink: w.sink.finite()?,
                 weights_bf16: self.rounding.attention_bf16,
                 bf16: self.rounding.bf16,
             };
@@ -343,7 +343,11 @@ impl Trunk<'_> {
             bf16: self.rounding.bf16,
         };
         let view = segments[s].cache.view(layer, &segments[s].staged);
-        let selection = select(self.cpu, &queries, view, c.index_topk)?;
+        let chosen = select(self.cpu, &queries, view, c.index_topk);
+        let selection = chosen.map_err(|e| match e.kind() {
+            ErrorKind::Numeric => e.context(format_args!("layer {layer}")),
+            _ => e,
+        })?;
         if probe.is_on() {
             record_selection(layer, &selection, rows.len(), probe);
             let all = scores(self.cpu, &queries, view, 0, rows.len())?;

@@ -5,7 +5,7 @@ use crate::alloc;
 use crate::backend::cpu::linear::Job;
 use crate::backend::cpu::moe::{affinity, choose, route_weights, swiglu};
 use crate::backend::cpu::norm::store_bf16;
-use crate::error::Result;
+use crate::error::{Result, bail};
 use crate::model::weights::{MoeWeights, Routing};
 use crate::tensor::format::{e4m3_round_trip, round_bf16};
 
@@ -46,7 +46,7 @@ impl Trunk<'_> {
             Job::new(w.shared.w1.ready()?, xq, &mut gate),
             Job::new(w.shared.w3.ready()?, xq, &mut up),
         ])?;
-        let routes = self.route(w, logits, ids)?;
+        let routes = self.route(layer, w, logits, ids)?;
         if probe.is_on() {
             let ids: Vec<f32> = routes.ids.iter().map(|&e| e as f32).collect();
             probe.record(layer, "router_ids", &[rows, top_k], &ids);
@@ -159,16 +159,24 @@ impl Trunk<'_> {
         alloc::vec_f32("expert activations", rows * self.config.moe_intermediate_size)
     }
 
-    fn route(&self, w: &MoeWeights, mut logits: Vec<f32>, token_ids: &[u32]) -> Result<Routes> {
+    fn route(&self, layer: usize, w: &MoeWeights, mut logits: Vec<f32>, token_ids: &[u32]) -> Result<Routes> {
         let (experts, top_k, rows) = (w.gate.rows(), self.config.num_experts_per_tok, token_ids.len());
         logits.iter_mut().for_each(|z| *z = affinity(*z));
         let mut ids = alloc::zeroed("expert ids", rows * top_k)?;
         let mut weights = alloc::vec_f32("expert weights", rows * top_k)?;
         for (row, &token) in token_ids.iter().enumerate() {
             let affinities = &logits[row * experts..(row + 1) * experts];
+            // none is negative, so their sum shows any that is not finite; choosing by comparison would pass it over
+            if !affinities.iter().sum::<f32>().is_finite() {
+                bail!(
+                    Numeric,
+                    "layer {layer}: the router's affinities for row {row} of the step (token {token}) are not finite; \
+                     `dsv4 verify --scan` tells whether weights are not finite"
+                );
+            }
             let ids: &mut [u32] = &mut ids[row * top_k..(row + 1) * top_k];
             match &w.routing {
-                Routing::Bias(bias) => choose(affinities, bias.values(), ids),
+                Routing::Bias(bias) => choose(affinities, bias.finite()?, ids),
                 Routing::Hash(table) => {
                     for (id, expert) in ids.iter_mut().zip(table.row(token)?) {
                         *id = expert as u32;

@@ -15,7 +15,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::cpu::hyper::{HyperParams, MAX_STREAMS};
 use crate::backend::cpu::rope::{Rotations, frequencies};
 use crate::cache::{SequenceCache, Staged};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Result, bail};
 
 use super::config::{Config, LayerKind};
 use super::numerics::Rounding;
@@ -155,11 +155,17 @@ impl<'a> Trunk<'a> {
         probe.record(layer, "streams_mid", &[step.rows(), self.config.hc_mult, self.config.hidden_size], &x);
         let x = self.ffn_half(layer, &x, &step.ids, probe)?;
         probe.record(layer, "streams", &[step.rows(), self.config.hc_mult, self.config.hidden_size], &x);
-        if x.iter().any(|v| !v.is_finite()) {
-            return Err(Error::new(
-                ErrorKind::Numeric,
-                format!("activations are not finite after layer {layer} (positions from {})", segments[0].staged.start),
-            ));
+        if let Some(bad) = x.iter().position(|v| !v.is_finite()) {
+            let row = bad / (self.config.hc_mult * self.config.hidden_size);
+            let segment = step.bounds.partition_point(|&bound| bound <= row) - 1;
+            let position = segments[segment].staged.start + row - step.bounds[segment];
+            bail!(
+                Numeric,
+                "activations are not finite after layer {layer}: the first is {} at position {position} (token {}); \
+                 `dsv4 verify --scan` tells whether weights are not finite",
+                x[bad],
+                step.ids[row]
+            );
         }
         Ok(x)
     }

@@ -114,7 +114,12 @@ impl Trunk<'_> {
         if let Some(bad) = logits.iter().position(|v| !v.is_finite()) {
             return Err(Error::new(
                 ErrorKind::Numeric,
-                format!("logit of token {} is {} (row {} of the step)", bad % vocab, logits[bad], wanted[bad / vocab]),
+                format!(
+                    "logit of token {} is {} (row {} of the step); `dsv4 verify --scan` tells whether weights are not finite",
+                    bad % vocab,
+                    logits[bad],
+                    wanted[bad / vocab]
+                ),
             ));
         }
         Ok(logits)
