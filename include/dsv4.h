@@ -15,9 +15,11 @@
 //
 // `cmake -S bindings/c -B build && cmake --build build && cmake --install build --prefix P` installs this header, the
 // shared and the static library, `dsv4.pc` and a CMake package. Then `pkg-config --cflags --libs dsv4`, or
-// `find_package(dsv4)` with the targets `dsv4::dsv4` (shared) and `dsv4::static`. The library links no CUDA and no C++
-// library; the NVIDIA driver is opened at run time where there is one. A process can hold one copy of the static
-// library and, beside it, copies of the shared one.
+// `find_package(dsv4)` with the targets `dsv4::dsv4` (shared) and `dsv4::static`. Link the installed tree, not
+// `target/release`: programs look for the library under its soname, `libdsv4.so.0.1`, which is a link that the
+// installation makes (`ln -s libdsv4.so target/release/libdsv4.so.0.1` is enough for a trial). The library
+// links no CUDA and no C++ library; the NVIDIA driver is opened at run time where there is one. A process can hold one
+// copy of the static library and, beside it, copies of the shared one.
 //
 // CONVENTIONS
 //
@@ -61,9 +63,11 @@
 // MEMORY
 //
 // Whatever grows with model, context, batch or file is reserved in a way that can fail, and a refusal is
-// `OUT_OF_MEMORY` with the bytes asked for; the objects are as before the call. What remains are small allocations of
-// fixed size inside the Rust standard library and other libraries, and the tokenizer's own tables: if the system refuses
-// one of those, the process aborts, as it does in most programs.
+// `OUT_OF_MEMORY` with the bytes asked for; the objects are as before the call. The parts that read JSON and encode text
+// allocate without asking; for those the most that the input can take is asked for first and given back, so the bytes
+// in the message can be far more than the text has. What remains are small allocations of fixed size inside the Rust
+// standard library and other libraries, and what other threads take in between: if the system refuses one of those, the
+// process aborts, as it does in most programs.
 //
 // MAPPED FILES
 //
@@ -157,8 +161,8 @@ enum dsv4_status
     DSV4_STATUS_UNSUPPORTED = 7,
     // A device or library that was asked for is not there; the message says the remedy.
     DSV4_STATUS_UNAVAILABLE = 8,
-    // An allocation sized by model, context, batch or file was refused; the message has the bytes. The objects of the
-    // call are as before it and can be used on.
+    // An allocation sized by model, context, batch, file or text was refused; the message has the bytes. The objects of
+    // the call are as before it and can be used on.
     DSV4_STATUS_OUT_OF_MEMORY = 9,
     // The session's context is full; the session is unchanged.
     DSV4_STATUS_CONTEXT_FULL = 10,
@@ -195,7 +199,8 @@ typedef int32_t dsv4_status;
 // What went wrong, in the caller's own memory. `dsv4_error err = {0};` is a valid start. Every call that gets it
 // writes `code` and `message`, also when it succeeds (`DSV4_STATUS_OK` and an empty message).
 typedef struct dsv4_error {
-    // `sizeof(dsv4_error)`, or 0, which stands for the layout of the first version. Never written.
+    // `sizeof(dsv4_error)`, or 0, which stands for the layout of the first version. Nothing is written beyond it: a
+    // smaller size cuts the message. Never written itself.
     size_t size;
     // The status that the call returned.
     dsv4_status code;
@@ -403,7 +408,8 @@ static inline void dsv4_model_options_init(dsv4_model_options *options)
 // `*out` receives the model, to be freed with `dsv4_model_free`.
 //
 // Errors: `NOT_FOUND` and `IO` for files; `CORRUPT` for damaged, truncated or contradicting ones, `CONFIG` and
-// `UNSUPPORTED_MODEL` for the model itself, `TOKENIZER` if it is preloaded; messages name the file, key or tensor.
+// `UNSUPPORTED_MODEL` for the model itself, `TOKENIZER` if it is preloaded; `OUT_OF_MEMORY`. Messages name the file, key
+// or tensor.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_model_open(const char *path,
                             const dsv4_model_options *options,
@@ -468,8 +474,11 @@ typedef struct dsv4_detokenizer dsv4_detokenizer;
 // `*n_tokens` receives the number of tokens and `tokens`, an array with room for `capacity`, the tokens. A text never
 // has more tokens than bytes, so a capacity of `text_len` is always enough.
 //
-// Errors: `BUFFER_TOO_SMALL`; `INVALID_ARGUMENT`, for example for text that is not UTF-8; `NOT_FOUND`, `IO` and
-// `TOKENIZER` if the model's tokenizer cannot be read.
+// Long texts are encoded in pieces, so that what is needed beside the tokens does not grow with the text; a word without
+// an end takes up to 400 bytes for each of its own.
+//
+// Errors: `BUFFER_TOO_SMALL`; `OUT_OF_MEMORY` with the bytes; `INVALID_ARGUMENT`, for example for text that is not
+// UTF-8; `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer cannot be read.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_tokenizer_encode(const dsv4_model *model,
                                   const char *text,
@@ -481,12 +490,13 @@ dsv4_status dsv4_tokenizer_encode(const dsv4_model *model,
                                   dsv4_error *err);
 
 // Decodes `n_tokens` ids to text. Bytes that are not UTF-8 become U+FFFD; for text that arrives token by token use a
-// `dsv4_detokenizer`, which waits for incomplete characters.
+// `dsv4_detokenizer`, which waits for incomplete characters. Ids without a token, with which checkpoints round their
+// vocabulary up, give no text.
 //
 // `*text_len` receives the length in bytes and `text`, an array with room for `capacity` bytes, the text and a final
 // NUL, so that `capacity` must be at least the length plus 1.
 //
-// Errors: `BUFFER_TOO_SMALL`; `TOKENIZER` for an id outside the vocabulary; as `dsv4_tokenizer_encode`.
+// Errors: `BUFFER_TOO_SMALL`; `OUT_OF_MEMORY`; `TOKENIZER` for an id outside the vocabulary; as `dsv4_tokenizer_encode`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_tokenizer_decode(const dsv4_model *model,
                                   const uint32_t *tokens,
@@ -497,8 +507,8 @@ dsv4_status dsv4_tokenizer_decode(const dsv4_model *model,
                                   dsv4_error *err);
 
 // The bytes that one token stands for: a control token's spelling, or a piece of text that may begin or end within a
-// character. `*bytes` points to `*len` bytes without a final NUL, which live as long as the model or an object made
-// from it.
+// character; none for an id without a token. `*bytes` points to `*len` bytes without a final NUL, which live as long as
+// the model or an object made from it.
 //
 // Errors: `TOKENIZER` for an id outside the vocabulary; as `dsv4_tokenizer_encode`.
 DSV4_API DSV4_NODISCARD
@@ -520,7 +530,7 @@ dsv4_status dsv4_tokenizer_token_id(const dsv4_model *model,
 
 // Starts an empty stream. `*out` receives it, to be freed with `dsv4_detokenizer_free`.
 //
-// Errors: `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer cannot be read.
+// Errors: `NOT_FOUND`, `IO`, `OUT_OF_MEMORY` and `TOKENIZER` if the model's tokenizer cannot be read.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_detokenizer_new(const dsv4_model *model,
                                  dsv4_detokenizer **out,
@@ -878,10 +888,13 @@ dsv4_status dsv4_session_get_info(dsv4_session *session,
                                   dsv4_session_info *info,
                                   dsv4_error *err);
 
-// Empties the session. Generations that were started on it end with an error.
+// Empties the session, and takes back a cancel that no call has seen. Generations that were started on it end with an
+// error.
 //
 // Errors: `BUSY`; `OUT_OF_MEMORY` and `NO_BLOCKS` if there is no room for an empty state of its own.
-DSV4_API DSV4_NODISCARD dsv4_status dsv4_session_clear(dsv4_session *session, dsv4_error *err);
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_clear(dsv4_session *session,
+                               dsv4_error *err);
 
 // Makes a session with the same tokens and logits, for another continuation. `*out` receives it, to be freed with
 // `dsv4_session_free`. Nothing is copied but tokens and logits: the cache is shared until one of the two writes to it.
@@ -904,7 +917,8 @@ dsv4_status dsv4_session_truncate(dsv4_session *session,
                                   dsv4_error *err);
 
 // Cancels the running call of this session, or its next one if none is running: it returns `CANCELLED` within the time
-// of one layer of one chunk. From any thread, at any time before the session is freed; it never waits.
+// of one layer of one chunk. From any thread, at any time before the session is freed; it never waits. A cancel that
+// comes when the call it was meant for has just ended counts for the next one; `dsv4_session_clear` takes it back.
 //
 // Errors: only `INVALID_ARGUMENT`.
 DSV4_API DSV4_NODISCARD
@@ -1087,7 +1101,7 @@ dsv4_status dsv4_sampler_sample(dsv4_sampler *sampler,
 
 // Counts a token for the penalties: every token of the sequence, those of the prompt only if they shall be penalised.
 //
-// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+// Errors: `OUT_OF_MEMORY`, and the token is not counted then; `BUSY`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_sampler_accept(dsv4_sampler *sampler,
                                 uint32_t token,
@@ -1182,7 +1196,7 @@ typedef struct dsv4_piece {
 
 // Told on the calling thread of each piece of a `dsv4_session_generate`; `piece` and its text are valid during the call
 // only. Return 0 to go on; anything else cancels. It must return (no `longjmp`, no C++ exception). It may read the
-// session.
+// session (`dsv4_session_get_info`, `_logits`, `_tokens`) and cancel it; for everything else the session is `BUSY`.
 typedef int32_t (*dsv4_piece_callback)(void *userdata, const dsv4_piece *piece);
 
 // Sets every default in `options`, a struct of `size` bytes. Use `dsv4_generation_options_init`, which passes the size
@@ -1199,8 +1213,8 @@ static inline void dsv4_generation_options_init(dsv4_generation_options *options
 // Starts a generation from the logits of `session`. `options` may be NULL. `*out` receives it, to be freed with
 // `dsv4_generation_free`; nothing is computed yet. It keeps session and sampler alive.
 //
-// Errors: `INVALID_ARGUMENT` if the session has no logits, or for an option out of range; `NOT_FOUND`, `IO` and
-// `TOKENIZER` if the model's tokenizer cannot be read.
+// Errors: `INVALID_ARGUMENT` if the session has no logits, or for an option out of range; `OUT_OF_MEMORY`; `NOT_FOUND`,
+// `IO` and `TOKENIZER` if the model's tokenizer cannot be read.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_generation_new(dsv4_session *session,
                                 dsv4_sampler *sampler,
@@ -1387,7 +1401,8 @@ static inline void dsv4_chat_options_init(dsv4_chat_options *options)
 // the roles system, developer, user, assistant and tool. `options` may be NULL. `*out` receives the prompt, to be freed
 // with `dsv4_prompt_free`.
 //
-// Errors: `CHAT` naming the place in the JSON, for example `messages[2].tool_calls[0].function`; `INVALID_ARGUMENT` for
+// Errors: `CHAT` naming the place in the JSON, for example `messages[2].tool_calls[0].function`, also for a key that an
+// object has twice and for a list without messages; `OUT_OF_MEMORY` with the bytes; `INVALID_ARGUMENT` for
 // an effort that the mode or the checkpoint does not know; `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer
 // cannot be read or lacks a control token.
 DSV4_API DSV4_NODISCARD
@@ -1435,7 +1450,7 @@ DSV4_API void dsv4_chat_parser_free(dsv4_chat_parser *parser);
 
 // Takes one generated token, the end-of-sentence token included; then take the events with `dsv4_chat_parser_next`.
 //
-// Errors: `TOKENIZER` for an id outside the vocabulary; the parser is unchanged.
+// Errors: `TOKENIZER` for an id outside the vocabulary, `OUT_OF_MEMORY`, `BUSY`; the parser is unchanged.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_chat_parser_push_token(dsv4_chat_parser *parser,
                                         uint32_t token,
@@ -1444,7 +1459,7 @@ dsv4_status dsv4_chat_parser_push_token(dsv4_chat_parser *parser,
 // Takes output as `text_len` bytes of UTF-8, in which control tokens are told by their spelling. For output that is not
 // there as tokens; do not mix with `dsv4_chat_parser_push_token`.
 //
-// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+// Errors: `OUT_OF_MEMORY`, and the parser is unchanged; `BUSY`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_chat_parser_push_text(dsv4_chat_parser *parser,
                                        const char *text,
@@ -1453,14 +1468,14 @@ dsv4_status dsv4_chat_parser_push_text(dsv4_chat_parser *parser,
 
 // Ends the answer, for whatever reason no token follows; then take the last events with `dsv4_chat_parser_next`.
 //
-// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+// Errors: `OUT_OF_MEMORY`, and the parser is unchanged; `BUSY`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_chat_parser_finish(dsv4_chat_parser *parser,
                                     dsv4_error *err);
 
 // The next event, or one of kind `NONE` if more has to be pushed first.
 //
-// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+// Errors: `OUT_OF_MEMORY`, and the event is given again by the next call; `BUSY`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_chat_parser_next(dsv4_chat_parser *parser,
                                   dsv4_chat_event *event,
@@ -1469,7 +1484,7 @@ dsv4_status dsv4_chat_parser_next(dsv4_chat_parser *parser,
 // The answer so far as an OpenAI-style message, to append to the messages of the next `dsv4_chat_render`: `*json` points
 // to `*len` bytes of UTF-8 and a final NUL, valid until the next call with this parser.
 //
-// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+// Errors: `OUT_OF_MEMORY`; `BUSY`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_chat_parser_message(dsv4_chat_parser *parser,
                                      const char **json,

@@ -9,10 +9,13 @@ use std::path::Path;
 
 use super::guard::injection_point;
 use super::status::{Fault, dsv4_status};
-use crate::error::{Error, ErrorKind, Result, bail};
+use crate::alloc;
+use crate::error::{Error, ErrorKind, Result, bail, beginning};
 
 /// No struct of this API will ever be larger; a larger `size` is one that was not set.
 const MAX_STRUCT_SIZE: usize = 4096;
+/// Longest path in bytes; no system has longer ones.
+const MAX_PATH: usize = 1 << 16;
 /// Sizes are multiples of this, and no field crosses a multiple, so a smaller struct never ends within a field.
 const STRUCT_STEP: usize = 8;
 
@@ -96,7 +99,7 @@ pub(super) unsafe fn text<'a>(ptr: *const c_char, len: usize, name: &str) -> Res
 /// `ptr` is NULL or points to bytes with a NUL that do not change during the call.
 pub(super) unsafe fn c_text<'a>(ptr: *const c_char, name: &str) -> Result<&'a str> {
     // SAFETY: by the contract above.
-    utf8(unsafe { c_bytes(ptr, name) }?, name)
+    utf8(unsafe { bytes_before_nul(ptr, name) }?, name)
 }
 
 /// A path that ends with a NUL: the file system's own bytes on Unix, UTF-8 elsewhere.
@@ -105,9 +108,12 @@ pub(super) unsafe fn c_text<'a>(ptr: *const c_char, name: &str) -> Result<&'a st
 /// As for [`c_text`].
 pub(super) unsafe fn path<'a>(ptr: *const c_char, name: &str) -> Result<&'a Path> {
     // SAFETY: by the contract above.
-    let bytes = unsafe { c_bytes(ptr, name) }?;
+    let bytes = unsafe { bytes_before_nul(ptr, name) }?;
     if bytes.is_empty() {
         bail!(InvalidArgument, "{name} is empty");
+    }
+    if bytes.len() > MAX_PATH {
+        bail!(InvalidArgument, "{name} has {} bytes; at most {MAX_PATH} are a path", bytes.len());
     }
     #[cfg(unix)]
     return Ok(Path::new(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(bytes)));
@@ -115,7 +121,7 @@ pub(super) unsafe fn path<'a>(ptr: *const c_char, name: &str) -> Result<&'a Path
     return Ok(Path::new(utf8(bytes, name)?));
 }
 
-unsafe fn c_bytes<'a>(ptr: *const c_char, name: &str) -> Result<&'a [u8]> {
+unsafe fn bytes_before_nul<'a>(ptr: *const c_char, name: &str) -> Result<&'a [u8]> {
     injection_point();
     if ptr.is_null() {
         return Err(null(name));
@@ -441,13 +447,18 @@ impl Rows {
     }
 }
 
+/// A copy of `text` that ends with a NUL.
+pub(super) fn c_bytes(text: &str) -> Result<Vec<u8>> {
+    let mut bytes = alloc::with_capacity("a text", text.len() + 1)?;
+    bytes.extend_from_slice(text.as_bytes());
+    bytes.push(0);
+    Ok(bytes)
+}
+
 /// Copies as much as fits and leaves a NUL behind it.
 pub(super) fn copy_text(text: &str, out: &mut [c_char]) {
-    let mut end = text.len().min(out.len() - 1);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    for (out, &byte) in out.iter_mut().zip(&text.as_bytes()[..end]) {
+    let text = beginning(text, out.len() - 1);
+    for (out, &byte) in out.iter_mut().zip(text.as_bytes()) {
         *out = byte as c_char;
     }
 }

@@ -39,7 +39,7 @@ pub unsafe extern "C" fn dsv4_session_get_cache_info(
     let info = unsafe { OutStruct::new(info, "info") };
     guard("dsv4_session_get_cache_info", err, || {
         // SAFETY: as above.
-        let session = unsafe { object(session, "session") }?.exclusive.get()?;
+        let session = unsafe { object(session, "session") }?.exclusive.read()?;
         info.check()?;
         let bytes = session.cache_bytes();
         info.set(dsv4_cache_info {

@@ -9,13 +9,14 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::args::{
-    Options, Out, OutStruct, SizedStruct, c_text, choice, flag, free, init_options, object, options, text,
+    Options, Out, OutStruct, SizedStruct, c_bytes, c_text, choice, flag, free, init_options, object, options, text,
 };
 use super::guard::{guard, guard_value};
 use super::handle::{Exclusive, Shared};
 use super::model::{dsv4_model, reserved};
 use super::status::{dsv4_error, dsv4_status};
 use crate::TokenId;
+use crate::alloc;
 use crate::chat::{ChatOptions, EffortRules, Event, Parser, ReasoningEffort, Reply, ThinkingMode, render_json};
 use crate::error::Result;
 use crate::model::config::{Config, Draft};
@@ -133,7 +134,8 @@ pub unsafe extern "C" fn dsv4_chat_options_init_sized(options: *mut dsv4_chat_op
 /// the roles system, developer, user, assistant and tool. `options` may be NULL. `*out` receives the prompt, to be freed
 /// with `dsv4_prompt_free`.
 ///
-/// Errors: `CHAT` naming the place in the JSON, for example `messages[2].tool_calls[0].function`; `INVALID_ARGUMENT` for
+/// Errors: `CHAT` naming the place in the JSON, for example `messages[2].tool_calls[0].function`, also for a key that an
+/// object has twice and for a list without messages; `OUT_OF_MEMORY` with the bytes; `INVALID_ARGUMENT` for
 /// an effort that the mode or the checkpoint does not know; `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer
 /// cannot be read or lacks a control token.
 #[unsafe(no_mangle)]
@@ -160,8 +162,7 @@ pub unsafe extern "C" fn dsv4_chat_render(
         let options = unsafe { read(&options, model.model.config()) }?;
         let prompt = render_json(messages, &options)?;
         let tokens = prompt.encode(model.model.tokenizer()?)?;
-        let mut text = prompt.to_text().into_bytes();
-        text.push(0);
+        let text = prompt.to_c_text()?;
         out.give(dsv4_prompt { shared: Shared::new("the prompt", Rendered { tokens, text }) });
         Ok(())
     })
@@ -241,7 +242,15 @@ struct Answer {
     events: VecDeque<Event>,
     /// Text of the last event or message, and a NUL.
     text: Vec<u8>,
+    /// Bytes of output taken so far.
+    taken: usize,
 }
+
+/// Bytes that the parser and the events take at most for each byte of new output.
+/// (`tests/tokenizer_memory.rs` measures it.)
+const EVENT_COST: usize = 160;
+/// Copies of the output so far that are made at most while a buffer grows.
+const COPIES: usize = 4;
 
 /// What an event says.
 #[repr(i32)]
@@ -311,6 +320,7 @@ pub unsafe extern "C" fn dsv4_chat_parser_new(
             reply: Reply::default(),
             events: VecDeque::new(),
             text: vec![0],
+            taken: 0,
         };
         out.give(dsv4_chat_parser { exclusive: Exclusive::new("the chat parser", answer) });
         Ok(())
@@ -328,7 +338,7 @@ pub unsafe extern "C" fn dsv4_chat_parser_free(parser: *mut dsv4_chat_parser) {
 
 /// Takes one generated token, the end-of-sentence token included; then take the events with `dsv4_chat_parser_next`.
 ///
-/// Errors: `TOKENIZER` for an id outside the vocabulary; the parser is unchanged.
+/// Errors: `TOKENIZER` for an id outside the vocabulary, `OUT_OF_MEMORY`, `BUSY`; the parser is unchanged.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_chat_parser_push_token(
@@ -340,6 +350,7 @@ pub unsafe extern "C" fn dsv4_chat_parser_push_token(
         // SAFETY: by the header's contract.
         let mut answer = unsafe { object(parser, "parser") }?.exclusive.get()?;
         let answer = &mut *answer;
+        answer.take(answer.tokenizer.token_bytes(token)?.len())?;
         let events = answer.parser.push_token(&answer.tokenizer, token)?;
         answer.queue(events);
         Ok(())
@@ -349,7 +360,7 @@ pub unsafe extern "C" fn dsv4_chat_parser_push_token(
 /// Takes output as `text_len` bytes of UTF-8, in which control tokens are told by their spelling. For output that is not
 /// there as tokens; do not mix with `dsv4_chat_parser_push_token`.
 ///
-/// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+/// Errors: `OUT_OF_MEMORY`, and the parser is unchanged; `BUSY`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_chat_parser_push_text(
@@ -363,6 +374,7 @@ pub unsafe extern "C" fn dsv4_chat_parser_push_text(
         let mut answer = unsafe { object(parser, "parser") }?.exclusive.get()?;
         // SAFETY: as above.
         let text = unsafe { self::text(text, text_len, "text") }?;
+        answer.take(text.len())?;
         let events = answer.parser.push_text(text);
         answer.queue(events);
         Ok(())
@@ -371,13 +383,14 @@ pub unsafe extern "C" fn dsv4_chat_parser_push_text(
 
 /// Ends the answer, for whatever reason no token follows; then take the last events with `dsv4_chat_parser_next`.
 ///
-/// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+/// Errors: `OUT_OF_MEMORY`, and the parser is unchanged; `BUSY`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_chat_parser_finish(parser: *mut dsv4_chat_parser, err: *mut dsv4_error) -> dsv4_status {
     guard("dsv4_chat_parser_finish", err, || {
         // SAFETY: by the header's contract.
         let mut answer = unsafe { object(parser, "parser") }?.exclusive.get()?;
+        answer.take(0)?;
         let events = answer.parser.finish();
         answer.queue(events);
         Ok(())
@@ -386,7 +399,7 @@ pub unsafe extern "C" fn dsv4_chat_parser_finish(parser: *mut dsv4_chat_parser, 
 
 /// The next event, or one of kind `NONE` if more has to be pushed first.
 ///
-/// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+/// Errors: `OUT_OF_MEMORY`, and the event is given again by the next call; `BUSY`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_chat_parser_next(
@@ -400,7 +413,7 @@ pub unsafe extern "C" fn dsv4_chat_parser_next(
         // SAFETY: as above.
         let mut answer = unsafe { object(parser, "parser") }?.exclusive.get()?;
         event.check()?;
-        event.set(answer.next());
+        event.set(answer.next()?);
         Ok(())
     })
 }
@@ -408,7 +421,7 @@ pub unsafe extern "C" fn dsv4_chat_parser_next(
 /// The answer so far as an OpenAI-style message, to append to the messages of the next `dsv4_chat_render`: `*json` points
 /// to `*len` bytes of UTF-8 and a final NUL, valid until the next call with this parser.
 ///
-/// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+/// Errors: `OUT_OF_MEMORY`; `BUSY`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_chat_parser_message(
@@ -426,8 +439,10 @@ pub unsafe extern "C" fn dsv4_chat_parser_message(
         let mut answer = unsafe { object(parser, "parser") }?.exclusive.get()?;
         json.check()?;
         len.check()?;
+        // each character may be escaped with six, in a buffer that grows by doubling
+        alloc::probe("the message", answer.taken.saturating_mul(3 * 6))?;
         let message = answer.reply.to_json();
-        answer.keep(message);
+        answer.keep(&message)?;
         json.set(answer.text.as_ptr().cast());
         len.set(answer.text.len() - 1);
         Ok(())
@@ -435,35 +450,51 @@ pub unsafe extern "C" fn dsv4_chat_parser_message(
 }
 
 impl Answer {
+    /// Asks for the memory that `bytes` more of output can take.
+    fn take(&mut self, bytes: usize) -> Result<()> {
+        let copies = self.taken.saturating_mul(COPIES);
+        alloc::probe("the answer", bytes.saturating_mul(EVENT_COST).saturating_add(copies))?;
+        self.taken += bytes;
+        Ok(())
+    }
+
     fn queue(&mut self, events: Vec<Event>) {
         events.iter().for_each(|event| self.reply.push(event));
         self.events.extend(events);
     }
 
-    fn next(&mut self) -> dsv4_chat_event {
-        let none = (dsv4_event_kind::None, String::new(), None);
-        let (kind, text, call) = self.events.pop_front().map_or(none, |event| match event {
-            Event::ReasoningDelta(text) => (dsv4_event_kind::Reasoning, text, None),
-            Event::ContentDelta(text) => (dsv4_event_kind::Content, text, None),
-            Event::ToolCallBegin { index, name } => (dsv4_event_kind::ToolCallBegin, name, Some(index)),
-            Event::ToolCallArgumentDelta { index, json } => (dsv4_event_kind::ToolCallArguments, json, Some(index)),
-            Event::ToolCallEnd { index } => (dsv4_event_kind::ToolCallEnd, String::new(), Some(index)),
-            Event::Malformed { raw, call } => (dsv4_event_kind::Malformed, raw, call),
-            Event::End => (dsv4_event_kind::End, String::new(), None),
-        });
-        self.keep(text);
-        dsv4_chat_event {
+    fn next(&mut self) -> Result<dsv4_chat_event> {
+        let event = self.events.pop_front();
+        let (kind, text, call) = match &event {
+            None => (dsv4_event_kind::None, "", None),
+            Some(Event::ReasoningDelta(text)) => (dsv4_event_kind::Reasoning, text.as_str(), None),
+            Some(Event::ContentDelta(text)) => (dsv4_event_kind::Content, text.as_str(), None),
+            Some(Event::ToolCallBegin { index, name }) => (dsv4_event_kind::ToolCallBegin, name.as_str(), Some(*index)),
+            Some(Event::ToolCallArgumentDelta { index, json }) => {
+                (dsv4_event_kind::ToolCallArguments, json.as_str(), Some(*index))
+            }
+            Some(Event::ToolCallEnd { index }) => (dsv4_event_kind::ToolCallEnd, "", Some(*index)),
+            Some(Event::Malformed { raw, call }) => (dsv4_event_kind::Malformed, raw.as_str(), *call),
+            Some(Event::End) => (dsv4_event_kind::End, "", None),
+        };
+        if let Err(e) = self.keep(text) {
+            // there was room for it when it was popped
+            self.events.extend(event);
+            self.events.rotate_right(1);
+            return Err(e);
+        }
+        Ok(dsv4_chat_event {
             size: size_of::<dsv4_chat_event>(),
             text: self.text.as_ptr().cast(),
             text_len: self.text.len() - 1,
             kind: kind as i32,
             call: call.and_then(|index| i32::try_from(index).ok()).unwrap_or(-1),
-        }
+        })
     }
 
-    fn keep(&mut self, text: String) {
-        self.text = text.into_bytes();
-        self.text.push(0);
+    fn keep(&mut self, text: &str) -> Result<()> {
+        self.text = c_bytes(text)?;
+        Ok(())
     }
 }
 
@@ -484,7 +515,7 @@ unsafe fn read(options: &dsv4_chat_options, config: &Config) -> Result<ChatOptio
             return Ok(None);
         }
         // SAFETY: by the contract above.
-        Ok(Some(unsafe { c_text(ptr, name) }?.to_owned()))
+        Ok(Some(alloc::copied_text(name, unsafe { c_text(ptr, name) }?)?))
     };
     Ok(ChatOptions {
         thinking: thinking_mode(options.thinking)?,

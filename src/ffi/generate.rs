@@ -7,7 +7,9 @@ use std::ffi::{c_char, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-use super::args::{Options, Out, OutStruct, SizedStruct, c_text, flag, free, init_options, object, options, slice};
+use super::args::{
+    Options, Out, OutStruct, SizedStruct, c_bytes, c_text, flag, free, init_options, object, options, slice,
+};
 use super::guard::{guard, guard_value, unfenced};
 use super::handle::Exclusive;
 use super::model::reserved;
@@ -17,7 +19,7 @@ use super::status::{dsv4_error, dsv4_status};
 use crate::alloc;
 use crate::error::{Result, bail};
 use crate::sampler::Sampler;
-use crate::session::{Decoding, Finish, GenerateOptions, Session};
+use crate::session::{Decoding, Finish, GenerateOptions, Piece, Session};
 
 /// A running generation of one session with one sampler. One thread at a time.
 ///
@@ -118,7 +120,7 @@ unsafe impl SizedStruct for dsv4_piece {
 
 /// Told on the calling thread of each piece of a `dsv4_session_generate`; `piece` and its text are valid during the call
 /// only. Return 0 to go on; anything else cancels. It must return (no `longjmp`, no C++ exception). It may read the
-/// session.
+/// session (`dsv4_session_get_info`, `_logits`, `_tokens`) and cancel it; for everything else the session is `BUSY`.
 pub type dsv4_piece_callback = Option<unsafe extern "C" fn(userdata: *mut c_void, piece: *const dsv4_piece) -> i32>;
 
 /// Sets every default in `options`, a struct of `size` bytes. Use `dsv4_generation_options_init`, which passes the size
@@ -134,8 +136,8 @@ pub unsafe extern "C" fn dsv4_generation_options_init_sized(options: *mut dsv4_g
 /// Starts a generation from the logits of `session`. `options` may be NULL. `*out` receives it, to be freed with
 /// `dsv4_generation_free`; nothing is computed yet. It keeps session and sampler alive.
 ///
-/// Errors: `INVALID_ARGUMENT` if the session has no logits, or for an option out of range; `NOT_FOUND`, `IO` and
-/// `TOKENIZER` if the model's tokenizer cannot be read.
+/// Errors: `INVALID_ARGUMENT` if the session has no logits, or for an option out of range; `OUT_OF_MEMORY`; `NOT_FOUND`,
+/// `IO` and `TOKENIZER` if the model's tokenizer cannot be read.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_generation_new(
@@ -209,9 +211,7 @@ pub unsafe extern "C" fn dsv4_generation_finish(
         let mut running = unsafe { object(generation, "generation") }?.exclusive.get()?;
         text.check()?;
         len.check()?;
-        let held = running.decoding.held_text();
-        running.ended = true;
-        running.keep(held)?;
+        running.end()?;
         text.set(running.text.as_ptr().cast());
         len.set(running.text.len() - 1);
         Ok(())
@@ -241,6 +241,7 @@ pub unsafe extern "C" fn dsv4_session_generate(
         let mut running = unsafe { Running::start(session, sampler, options, || finish.check()) }?;
         loop {
             let piece = running.next()?;
+            let _reading = running.session.hold();
             // SAFETY: the host gave function and userdata to be called so during this call.
             let stop =
                 callback.is_some_and(|callback| unfenced(|| unsafe { callback(userdata, &raw const piece) }) != 0);
@@ -262,6 +263,8 @@ struct Running {
     decoding: Decoding,
     /// Ended by `dsv4_generation_finish`.
     ended: bool,
+    /// What the next call gives, if the memory for its text was refused to the last one.
+    unsent: Option<Piece>,
     /// Text of the last piece, and a NUL.
     text: Vec<u8>,
 }
@@ -291,22 +294,18 @@ impl Running {
             sampler: Arc::clone(&sampler.exclusive),
             decoding,
             ended: false,
+            unsent: None,
             text: vec![0],
         })
     }
 
     fn next(&mut self) -> Result<dsv4_piece> {
-        let (mut token, mut text) = (0, String::new());
-        if self.decoding.finish().is_none() {
-            if self.ended {
-                bail!(InvalidArgument, "the generation was ended by dsv4_generation_finish");
-            }
-            let mut session = self.session.get()?;
-            let mut sampler = self.sampler.get()?;
-            let piece = self.decoding.advance(&mut session, &mut sampler)?;
-            (token, text) = (piece.token, piece.text);
-        }
-        self.keep(text)?;
+        let piece = match self.unsent.take() {
+            Some(piece) => piece,
+            None => self.advance()?,
+        };
+        let token = piece.token;
+        self.keep(piece)?;
         let (finish, finish_value) = number(self.decoding.finish());
         Ok(dsv4_piece {
             size: size_of::<dsv4_piece>(),
@@ -319,11 +318,39 @@ impl Running {
         })
     }
 
-    fn keep(&mut self, text: String) -> Result<()> {
-        self.text = text.into_bytes();
-        alloc::reserve("generated text", &mut self.text, 1)?;
-        self.text.push(0);
-        Ok(())
+    /// The next piece; after the end one without text.
+    fn advance(&mut self) -> Result<Piece> {
+        if self.decoding.finish().is_some() {
+            return Ok(Piece { token: 0, text: String::new() });
+        }
+        if self.ended {
+            bail!(InvalidArgument, "the generation was ended by dsv4_generation_finish");
+        }
+        let mut session = self.session.get()?;
+        let mut sampler = self.sampler.get()?;
+        self.decoding.advance(&mut session, &mut sampler)
+    }
+
+    /// Ends the generation and keeps the text that was held back.
+    fn end(&mut self) -> Result<()> {
+        self.ended = true;
+        let mut text = self.unsent.take().map(|piece| piece.text).unwrap_or_default();
+        text.push_str(&self.decoding.held_text());
+        self.keep(Piece { token: 0, text })
+    }
+
+    /// Keeps the text for the caller, or the piece for the next call.
+    fn keep(&mut self, piece: Piece) -> Result<()> {
+        match c_bytes(&piece.text) {
+            Ok(text) => {
+                self.text = text;
+                Ok(())
+            }
+            Err(e) => {
+                self.unsent = Some(piece);
+                Err(e)
+            }
+        }
     }
 }
 
@@ -351,7 +378,8 @@ unsafe fn read(options: &dsv4_generation_options) -> Result<GenerateOptions> {
     let mut stop_strings = alloc::with_capacity("stop strings", texts.len())?;
     for (i, &text) in texts.iter().enumerate() {
         // SAFETY: as above.
-        stop_strings.push(unsafe { c_text(text, &format!("stop_strings[{i}]")) }?.to_owned());
+        let text = unsafe { c_text(text, &format!("stop_strings[{i}]")) }?;
+        stop_strings.push(alloc::copied_text("stop strings", text)?);
     }
     Ok(GenerateOptions {
         max_tokens: (options.max_tokens > 0).then_some(options.max_tokens),

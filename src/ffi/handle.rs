@@ -61,6 +61,17 @@ impl<T> Drop for SharedUse<'_, T> {
 pub(super) struct Exclusive<T> {
     what: &'static str,
     value: Mutex<T>,
+    /// Whether a call on it waits for a callback, which may only read it.
+    held: AtomicBool,
+}
+
+/// While it lives, its object can only be read.
+pub(super) struct Hold<'a>(&'a AtomicBool);
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
 }
 
 /// The use of an [`Exclusive`] object; others are refused until it is dropped.
@@ -69,10 +80,24 @@ pub(super) struct ExclusiveUse<'a, T>(MutexGuard<'a, T>);
 impl<T> Exclusive<T> {
     /// `what` as for [`Shared::new`].
     pub(super) fn new(what: &'static str, value: T) -> Self {
-        Self { what, value: Mutex::new(value) }
+        Self { what, value: Mutex::new(value), held: AtomicBool::new(false) }
+    }
+
+    /// For a call that does not use the object right now but goes on with it after a callback.
+    pub(super) fn hold(&self) -> Hold<'_> {
+        self.held.store(true, Ordering::Release);
+        Hold(&self.held)
     }
 
     pub(super) fn get(&self) -> Result<ExclusiveUse<'_, T>> {
+        if self.held.load(Ordering::Acquire) {
+            bail!(Busy, "{} is in use by the call that runs this callback: only reading is possible", self.what);
+        }
+        self.read()
+    }
+
+    /// As [`Self::get`], to look at the object only: possible in callbacks too.
+    pub(super) fn read(&self) -> Result<ExclusiveUse<'_, T>> {
         let using = match self.value.try_lock() {
             Ok(lock) => ExclusiveUse(lock),
             Err(TryLockError::WouldBlock) => bail!(Busy, "{} is in use by another thread", self.what),
@@ -134,6 +159,16 @@ mod tests {
             panic!("elsewhere");
         });
         assert!(object.get().is_ok());
+    }
+
+    #[test]
+    fn a_held_object_can_be_read_but_not_used() {
+        let object = Exclusive::new("the object", 1);
+        let hold = object.hold();
+        assert_eq!(object.get().err().expect("held").kind(), ErrorKind::Busy);
+        assert_eq!(*object.read().expect("readable"), 1);
+        drop(hold);
+        *object.get().expect("free") += 1;
     }
 
     #[test]

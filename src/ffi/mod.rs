@@ -15,9 +15,11 @@
 //!
 //! `cmake -S bindings/c -B build && cmake --build build && cmake --install build --prefix P` installs this header, the
 //! shared and the static library, `dsv4.pc` and a CMake package. Then `pkg-config --cflags --libs dsv4`, or
-//! `find_package(dsv4)` with the targets `dsv4::dsv4` (shared) and `dsv4::static`. The library links no CUDA and no C++
-//! library; the NVIDIA driver is opened at run time where there is one. A process can hold one copy of the static
-//! library and, beside it, copies of the shared one.
+//! `find_package(dsv4)` with the targets `dsv4::dsv4` (shared) and `dsv4::static`. Link the installed tree, not
+//! `target/release`: programs look for the library under its soname, `libdsv4.so.0.1`, which is a link that the
+//! installation makes (`ln -s libdsv4.so target/release/libdsv4.so.0.1` is enough for a trial). The library
+//! links no CUDA and no C++ library; the NVIDIA driver is opened at run time where there is one. A process can hold one
+//! copy of the static library and, beside it, copies of the shared one.
 //!
 //! CONVENTIONS
 //!
@@ -61,9 +63,11 @@
 //! MEMORY
 //!
 //! Whatever grows with model, context, batch or file is reserved in a way that can fail, and a refusal is
-//! `OUT_OF_MEMORY` with the bytes asked for; the objects are as before the call. What remains are small allocations of
-//! fixed size inside the Rust standard library and other libraries, and the tokenizer's own tables: if the system refuses
-//! one of those, the process aborts, as it does in most programs.
+//! `OUT_OF_MEMORY` with the bytes asked for; the objects are as before the call. The parts that read JSON and encode text
+//! allocate without asking; for those the most that the input can take is asked for first and given back, so the bytes
+//! in the message can be far more than the text has. What remains are small allocations of fixed size inside the Rust
+//! standard library and other libraries, and what other threads take in between: if the system refuses one of those, the
+//! process aborts, as it does in most programs.
 //!
 //! MAPPED FILES
 //!

@@ -121,7 +121,8 @@ pub unsafe extern "C" fn dsv4_model_options_init_sized(options: *mut dsv4_model_
 /// `*out` receives the model, to be freed with `dsv4_model_free`.
 ///
 /// Errors: `NOT_FOUND` and `IO` for files; `CORRUPT` for damaged, truncated or contradicting ones, `CONFIG` and
-/// `UNSUPPORTED_MODEL` for the model itself, `TOKENIZER` if it is preloaded; messages name the file, key or tensor.
+/// `UNSUPPORTED_MODEL` for the model itself, `TOKENIZER` if it is preloaded; `OUT_OF_MEMORY`. Messages name the file, key
+/// or tensor.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_model_open(
@@ -218,7 +219,7 @@ impl dsv4_model {
 /// Fields that have no meaning yet must be 0, so that they can get one.
 pub(super) fn reserved(value: i32) -> Result<()> {
     if value != 0 {
-        bail!(InvalidArgument, "reserved is {value}; 0");
+        bail!(InvalidArgument, "reserved is {value}; it must be 0");
     }
     Ok(())
 }

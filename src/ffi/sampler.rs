@@ -154,7 +154,7 @@ pub unsafe extern "C" fn dsv4_sampler_sample(
 
 /// Counts a token for the penalties: every token of the sequence, those of the prompt only if they shall be penalised.
 ///
-/// Errors: only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+/// Errors: `OUT_OF_MEMORY`, and the token is not counted then; `BUSY`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_sampler_accept(
@@ -164,7 +164,7 @@ pub unsafe extern "C" fn dsv4_sampler_accept(
 ) -> dsv4_status {
     guard("dsv4_sampler_accept", err, || {
         // SAFETY: by the header's contract.
-        unsafe { object(sampler, "sampler") }?.exclusive.get()?.accept(token);
+        unsafe { object(sampler, "sampler") }?.exclusive.get()?.accept(token)?;
         Ok(())
     })
 }

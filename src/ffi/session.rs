@@ -217,7 +217,7 @@ pub unsafe extern "C" fn dsv4_session_logits(
     let n = unsafe { Out::new(n, "n") };
     guard("dsv4_session_logits", err, || {
         // SAFETY: as above.
-        let session = unsafe { object(session, "session") }?.exclusive.get()?;
+        let session = unsafe { object(session, "session") }?.exclusive.read()?;
         logits.check()?;
         n.check()?;
         let none = || Error::new(ErrorKind::InvalidArgument, "the session has no logits: feed it first");
@@ -245,7 +245,7 @@ pub unsafe extern "C" fn dsv4_session_tokens(
     let n = unsafe { Out::new(n, "n") };
     guard("dsv4_session_tokens", err, || {
         // SAFETY: as above.
-        let session = unsafe { object(session, "session") }?.exclusive.get()?;
+        let session = unsafe { object(session, "session") }?.exclusive.read()?;
         tokens.check()?;
         n.check()?;
         tokens.set(session.tokens().as_ptr());
@@ -268,7 +268,7 @@ pub unsafe extern "C" fn dsv4_session_get_info(
     let info = unsafe { OutStruct::new(info, "info") };
     guard("dsv4_session_get_info", err, || {
         // SAFETY: as above.
-        let session = unsafe { object(session, "session") }?.exclusive.get()?;
+        let session = unsafe { object(session, "session") }?.exclusive.read()?;
         info.check()?;
         info.set(dsv4_session_info {
             size: size_of::<dsv4_session_info>(),
@@ -283,7 +283,8 @@ pub unsafe extern "C" fn dsv4_session_get_info(
     })
 }
 
-/// Empties the session. Generations that were started on it end with an error.
+/// Empties the session, and takes back a cancel that no call has seen. Generations that were started on it end with an
+/// error.
 ///
 /// Errors: `BUSY`; `OUT_OF_MEMORY` and `NO_BLOCKS` if there is no room for an empty state of its own.
 #[unsafe(no_mangle)]
@@ -340,7 +341,8 @@ pub unsafe extern "C" fn dsv4_session_truncate(
 }
 
 /// Cancels the running call of this session, or its next one if none is running: it returns `CANCELLED` within the time
-/// of one layer of one chunk. From any thread, at any time before the session is freed; it never waits.
+/// of one layer of one chunk. From any thread, at any time before the session is freed; it never waits. A cancel that
+/// comes when the call it was meant for has just ended counts for the next one; `dsv4_session_clear` takes it back.
 ///
 /// Errors: only `INVALID_ARGUMENT`.
 #[unsafe(no_mangle)]

@@ -4,10 +4,11 @@
 //! The error is the caller's own memory: nothing is thread-local and nothing has to be freed.
 
 use std::ffi::c_char;
+use std::mem::offset_of;
 
 use super::guard::{guard, guard_value};
 use super::version;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, beginning};
 
 /// Outcome of a call. Numbers are never changed or used again; later versions may add some, so treat an unknown number
 /// as a failure.
@@ -32,8 +33,8 @@ pub enum dsv4_status {
     Unsupported = 7,
     /// A device or library that was asked for is not there; the message says the remedy.
     Unavailable = 8,
-    /// An allocation sized by model, context, batch or file was refused; the message has the bytes. The objects of the
-    /// call are as before it and can be used on.
+    /// An allocation sized by model, context, batch, file or text was refused; the message has the bytes. The objects of
+    /// the call are as before it and can be used on.
     OutOfMemory = 9,
     /// The session's context is full; the session is unchanged.
     ContextFull = 10,
@@ -117,7 +118,8 @@ impl From<ErrorKind> for dsv4_status {
 /// writes `code` and `message`, also when it succeeds (`DSV4_STATUS_OK` and an empty message).
 #[repr(C)]
 pub struct dsv4_error {
-    /// `sizeof(dsv4_error)`, or 0, which stands for the layout of the first version. Never written.
+    /// `sizeof(dsv4_error)`, or 0, which stands for the layout of the first version. Nothing is written beyond it: a
+    /// smaller size cuts the message. Never written itself.
     pub size: usize,
     /// The status that the call returned.
     pub code: dsv4_status,
@@ -173,18 +175,23 @@ pub(super) unsafe fn report(err: *mut dsv4_error, status: dsv4_status, message: 
     if err.is_null() {
         return;
     }
-    let mut end = message.len().min(DSV4_ERROR_MESSAGE_SIZE - 1);
-    while !message.is_char_boundary(end) {
-        end -= 1;
+    // SAFETY: every version begins with `size`.
+    let size = unsafe { (&raw const (*err).size).read_unaligned() };
+    let size = if size == 0 { size_of::<dsv4_error>() } else { size };
+    if size < offset_of!(dsv4_error, message) {
+        return;
     }
-    // SAFETY: `err` is valid for writes, and every version has these fields at these places.
+    // SAFETY: `err` is valid for writes up to its `size`, and every version has these fields at these places.
     unsafe { (&raw mut (*err).code).write_unaligned(status) };
+    let room = (size - offset_of!(dsv4_error, message)).min(DSV4_ERROR_MESSAGE_SIZE);
+    let Some(longest) = room.checked_sub(1) else { return };
+    let message = beginning(message, longest);
     // SAFETY: as above; the pointer is only formed.
     let text = unsafe { &raw mut (*err).message }.cast::<u8>();
-    // SAFETY: `end` is smaller than the array, and a `str` of ours never overlaps the caller's memory.
-    unsafe { text.copy_from_nonoverlapping(message.as_ptr(), end) };
-    // SAFETY: `end` is an index of the array.
-    unsafe { text.add(end).write(0) };
+    // SAFETY: the message is shorter than `room`, and a `str` of ours never overlaps the caller's memory.
+    unsafe { text.copy_from_nonoverlapping(message.as_ptr(), message.len()) };
+    // SAFETY: as above.
+    unsafe { text.add(message.len()).write(0) };
 }
 
 #[cfg(test)]
@@ -207,6 +214,22 @@ mod tests {
         assert_eq!(reported(&"x".repeat(2000)), "x".repeat(999));
         assert_eq!(reported(&"€".repeat(400)), "€".repeat(333));
         assert_eq!(reported(&format!("x{}", "€".repeat(400))), format!("x{}", "€".repeat(332)));
+    }
+
+    #[test]
+    fn nothing_is_written_beyond_the_size() {
+        for size in [1, 8, 11, 12, 13, 20, 1011, 1012] {
+            let mut err = dsv4_error { size, code: dsv4_status::Ok, message: [0x55; DSV4_ERROR_MESSAGE_SIZE] };
+            // SAFETY: `err` is a local.
+            unsafe { report(&raw mut err, dsv4_status::Config, &"x".repeat(2000)) };
+            let room = size.saturating_sub(12);
+            assert_eq!(err.size, size);
+            assert_eq!(err.code == dsv4_status::Config, size >= 12, "size {size}");
+            let text =
+                [vec![c_char::try_from(b'x').expect("ASCII"); room.saturating_sub(1)], vec![0; room.min(1)]].concat();
+            assert_eq!(err.message[..room], text, "size {size}");
+            assert!(err.message[room..].iter().all(|&c| c == 0x55), "size {size}");
+        }
     }
 
     #[test]

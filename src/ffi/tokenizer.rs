@@ -9,12 +9,12 @@
 use std::ffi::c_char;
 use std::sync::Arc;
 
-use super::args::{Buffer, Out, choice, free, object, slice, text};
+use super::args::{Buffer, Out, c_bytes, choice, free, object, slice, text};
 use super::guard::{guard, guard_value};
 use super::handle::Exclusive;
 use super::model::dsv4_model;
-use super::status::{dsv4_error, dsv4_status};
-use crate::error::{Error, ErrorKind};
+use super::status::{Fault, dsv4_error, dsv4_status};
+use crate::error::{Error, ErrorKind, Result, beginning};
 use crate::tokenizer::{Detokenizer, Markup};
 
 /// Whether text that spells a control token becomes that token.
@@ -34,8 +34,11 @@ const MARKUPS: [(dsv4_markup, Markup); 2] = [(dsv4_markup::Text, Markup::Text), 
 /// `*n_tokens` receives the number of tokens and `tokens`, an array with room for `capacity`, the tokens. A text never
 /// has more tokens than bytes, so a capacity of `text_len` is always enough.
 ///
-/// Errors: `BUFFER_TOO_SMALL`; `INVALID_ARGUMENT`, for example for text that is not UTF-8; `NOT_FOUND`, `IO` and
-/// `TOKENIZER` if the model's tokenizer cannot be read.
+/// Long texts are encoded in pieces, so that what is needed beside the tokens does not grow with the text; a word without
+/// an end takes up to 400 bytes for each of its own.
+///
+/// Errors: `BUFFER_TOO_SMALL`; `OUT_OF_MEMORY` with the bytes; `INVALID_ARGUMENT`, for example for text that is not
+/// UTF-8; `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer cannot be read.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_tokenizer_encode(
@@ -64,12 +67,13 @@ pub unsafe extern "C" fn dsv4_tokenizer_encode(
 }
 
 /// Decodes `n_tokens` ids to text. Bytes that are not UTF-8 become U+FFFD; for text that arrives token by token use a
-/// `dsv4_detokenizer`, which waits for incomplete characters.
+/// `dsv4_detokenizer`, which waits for incomplete characters. Ids without a token, with which checkpoints round their
+/// vocabulary up, give no text.
 ///
 /// `*text_len` receives the length in bytes and `text`, an array with room for `capacity` bytes, the text and a final
 /// NUL, so that `capacity` must be at least the length plus 1.
 ///
-/// Errors: `BUFFER_TOO_SMALL`; `TOKENIZER` for an id outside the vocabulary; as `dsv4_tokenizer_encode`.
+/// Errors: `BUFFER_TOO_SMALL`; `OUT_OF_MEMORY`; `TOKENIZER` for an id outside the vocabulary; as `dsv4_tokenizer_encode`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_tokenizer_decode(
@@ -96,8 +100,8 @@ pub unsafe extern "C" fn dsv4_tokenizer_decode(
 }
 
 /// The bytes that one token stands for: a control token's spelling, or a piece of text that may begin or end within a
-/// character. `*bytes` points to `*len` bytes without a final NUL, which live as long as the model or an object made
-/// from it.
+/// character; none for an id without a token. `*bytes` points to `*len` bytes without a final NUL, which live as long as
+/// the model or an object made from it.
 ///
 /// Errors: `TOKENIZER` for an id outside the vocabulary; as `dsv4_tokenizer_encode`.
 #[unsafe(no_mangle)]
@@ -145,7 +149,8 @@ pub unsafe extern "C" fn dsv4_tokenizer_token_id(
         // SAFETY: as above.
         let text = unsafe { self::text(text, text_len, "text") }?;
         token.check()?;
-        let missing = || Error::new(ErrorKind::NotFound, format!("there is no control token {text:?}"));
+        let missing =
+            || Error::new(ErrorKind::NotFound, format!("there is no control token {:?}", beginning(text, 100)));
         token.set(model.model.tokenizer()?.id_of(text).ok_or_else(missing)?);
         Ok(())
     })
@@ -165,7 +170,7 @@ struct Stream {
 
 /// Starts an empty stream. `*out` receives it, to be freed with `dsv4_detokenizer_free`.
 ///
-/// Errors: `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer cannot be read.
+/// Errors: `NOT_FOUND`, `IO`, `OUT_OF_MEMORY` and `TOKENIZER` if the model's tokenizer cannot be read.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_detokenizer_new(
@@ -218,8 +223,7 @@ pub unsafe extern "C" fn dsv4_detokenizer_push(
         text.check()?;
         len.check()?;
         let piece = stream.detokenizer.push(token)?;
-        stream.keep(piece, &text, &len);
-        Ok(())
+        stream.keep(&piece, &text, &len)
     })
 }
 
@@ -245,16 +249,15 @@ pub unsafe extern "C" fn dsv4_detokenizer_finish(
         text.check()?;
         len.check()?;
         let piece = stream.detokenizer.finish();
-        stream.keep(piece, &text, &len);
-        Ok(())
+        stream.keep(&piece, &text, &len)
     })
 }
 
 impl Stream {
-    fn keep(&mut self, piece: String, text: &Out<*const c_char>, len: &Out<usize>) {
+    fn keep(&mut self, piece: &str, text: &Out<*const c_char>, len: &Out<usize>) -> Result<(), Fault> {
+        self.text = c_bytes(piece)?;
         len.set(piece.len());
-        self.text = piece.into_bytes();
-        self.text.push(0);
         text.set(self.text.as_ptr().cast());
+        Ok(())
     }
 }
