@@ -11,15 +11,16 @@ use dsv4::cache::BLOCK_TOKENS;
 use dsv4::cache::tier::{Prefetch, TierOptions};
 use dsv4::{
     CheckpointPolicy, DeviceChoice, Engine, EngineOptions, Error, ErrorKind, KvFormat, Model, Numerics, SamplerOptions,
-    SaveOptions, Session, SessionOptions,
+    SaveOptions, Session, SessionOptions, file,
 };
 use serde_json::Value;
 
 use crate::failure::{Failure, Result};
+use crate::number::{between, whole};
 
 /// Bounds of `--chunk`, the engine's own.
-const CHUNKS: std::ops::RangeInclusive<u64> = 1..=EngineOptions::MAX_PREFILL_CHUNK as u64;
-const THREADS: std::ops::RangeInclusive<u64> = 0..=EngineOptions::MAX_THREADS as u64;
+const CHUNKS: [u64; 2] = [1, EngineOptions::MAX_PREFILL_CHUNK as u64];
+const THREADS: [u64; 2] = [0, EngineOptions::MAX_THREADS as u64];
 
 /// How the model runs.
 #[derive(Args)]
@@ -39,12 +40,12 @@ pub(crate) struct EngineArgs {
     device: DeviceChoice,
 
     /// Worker threads; 0 is one per core
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(THREADS))]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = between(THREADS))]
     threads: u64,
 
     /// Most prompt tokens taken through the model at once; more is faster and takes more memory
     #[arg(long, value_name = "N", default_value_t = EngineOptions::default().prefill_chunk as u64,
-          value_parser = clap::value_parser!(u64).range(CHUNKS))]
+          value_parser = between(CHUNKS))]
     pub(crate) chunk: u64,
 
     #[command(flatten)]
@@ -186,7 +187,7 @@ impl EngineArgs {
 #[derive(Args)]
 pub(crate) struct ContextArgs {
     /// Most tokens of prompt and output together; 0 is the model's longest. Memory is taken as it fills
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>, help_heading = "Engine")]
     context: usize,
 }
 
@@ -243,7 +244,7 @@ pub(crate) struct SamplingArgs {
     top_p: Option<f32>,
 
     /// Draw from the K likeliest tokens; 0 is all
-    #[arg(long, value_name = "K", default_value_t = 0)]
+    #[arg(long, value_name = "K", default_value_t = 0, value_parser = whole::<u32>)]
     top_k: u32,
 
     /// Draw from tokens at least P times as likely as the likeliest
@@ -263,24 +264,24 @@ pub(crate) struct SamplingArgs {
     frequency_penalty: f32,
 
     /// The penalties look at the last N tokens; 0 is all
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>)]
     penalty_window: usize,
 
     /// Start of the random numbers: the same seed gives the same text
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
     seed: u64,
 }
 
 impl SamplingArgs {
     /// The sampler's options; what was not given comes from the model's `generation_config.json`.
     pub(crate) fn options(&self, model: &Path) -> Result<SamplerOptions> {
-        let own = self.with(&Defaults { greedy: false, temperature: None, top_p: None });
+        if self.temperature == Some(0.0) {
+            return Err(Failure::Usage("--temperature 0: take --greedy for the likeliest token each time".to_owned()));
+        }
         // values given by the user are judged before the model is touched, so that the two cannot be confused
-        own.validate().map_err(|e| Failure::Usage(e.message().to_owned()))?;
-        let file = model.join("generation_config.json");
-        let options = self.with(&Defaults::from_file(&file)?);
-        options.validate().map_err(|e| e.context(file.display()))?;
-        Ok(options)
+        self.with(&Defaults::default()).validate().map_err(|e| Failure::Usage(e.message().to_owned()))?;
+        file::check_model_folder(model)?;
+        Ok(self.with(&Defaults::of_model(model)?))
     }
 
     fn with(&self, defaults: &Defaults) -> SamplerOptions {
@@ -302,31 +303,50 @@ impl SamplingArgs {
 }
 
 /// What a model recommends.
-struct Defaults {
+#[derive(Default)]
+pub(crate) struct Defaults {
     greedy: bool,
     temperature: Option<f32>,
     top_p: Option<f32>,
 }
 
 impl Defaults {
-    /// Reads `generation_config.json`, which a folder need not have.
-    fn from_file(file: &Path) -> Result<Self> {
-        let text = match std::fs::read(file) {
-            Ok(text) => text,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Self { greedy: false, temperature: None, top_p: None });
-            }
-            Err(e) => return Err(Error::io(file, &e).into()),
-        };
-        let fault = |what: String| Error::new(ErrorKind::Config, format!("{}: {what}", file.display()));
-        let json: Value = serde_json::from_slice(&text).map_err(|e| fault(format!("not valid JSON: {e}")))?;
+    /// Reads the `generation_config.json` in the folder `model`, which need not have one.
+    pub(crate) fn of_model(model: &Path) -> Result<Self, Error> {
+        let path = model.join("generation_config.json");
+        match file::read(&path, file::GENERATION_CONFIG) {
+            Ok(text) => Self::from_json(&text).map_err(|e| e.context(path.display())),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(Self::default()),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn from_json(text: &[u8]) -> Result<Self, Error> {
+        let fault = |what: String| Error::new(ErrorKind::Config, what);
+        let json: Value = serde_json::from_slice(text).map_err(|e| fault(format!("not valid JSON: {e}")))?;
+        if !json.is_object() {
+            return Err(fault(format!("{json} is not a JSON object")));
+        }
         let number = |key: &str| match &json[key] {
             Value::Null => Ok(None),
             Value::Number(n) => Ok(n.as_f64().map(|n| n as f32)),
             other => Err(fault(format!("{key} is {other}; it must be a number"))),
         };
+        let does_sample = match &json["do_sample"] {
+            Value::Null => true,
+            Value::Bool(flag) => *flag,
+            other => return Err(fault(format!("do_sample is {other}; it must be true or false"))),
+        };
         let temperature = number("temperature")?;
-        let greedy = json["do_sample"] == false || temperature == Some(0.0);
-        Ok(Self { greedy, temperature, top_p: number("top_p")? })
+        let defaults = Self { greedy: !does_sample || temperature == Some(0.0), temperature, top_p: number("top_p")? };
+        let plain = SamplerOptions::default();
+        let options = SamplerOptions {
+            greedy: defaults.greedy,
+            temperature: temperature.unwrap_or(plain.temperature),
+            top_p: defaults.top_p.unwrap_or(plain.top_p),
+            ..plain
+        };
+        options.validate()?;
+        Ok(defaults)
     }
 }

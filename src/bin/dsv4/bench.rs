@@ -5,12 +5,13 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use dsv4::{CheckpointPolicy, Engine, EngineOptions, Error, ErrorKind, Model, Session, SessionOptions, TokenId};
+use dsv4::{CheckpointPolicy, Engine, EngineOptions, Error, ErrorKind, Model, Session, SessionOptions, TokenId, alloc};
 use serde_json::{Value, json};
 
 use crate::args::EngineArgs;
 use crate::failure::{Failure, Result};
 use crate::interrupt::Interrupt;
+use crate::number::{between, whole};
 use crate::output::line;
 use crate::{output, progress};
 
@@ -38,19 +39,19 @@ pub(crate) struct Args {
     model: PathBuf,
 
     /// Lengths of prompts to prefill; 0 measures none
-    #[arg(long, value_name = "N,N,..", value_delimiter = ',', default_value = "512")]
+    #[arg(long, value_name = "N,N,..", value_parser = whole::<usize>, value_delimiter = ',', default_value = "512")]
     prefill: Vec<usize>,
 
     /// Tokens to decode one by one; 0 measures none
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = whole::<usize>)]
     decode: usize,
 
     /// Tokens that are in the session before
-    #[arg(long, value_name = "N,N,..", value_delimiter = ',', default_value = "0")]
+    #[arg(long, value_name = "N,N,..", value_parser = whole::<usize>, value_delimiter = ',', default_value = "0")]
     context: Vec<usize>,
 
     /// Measurements of each kind
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = between([1, 1000]))]
     repetitions: u64,
 
     /// Compare decoding with a plain sum over the bytes that one token reads
@@ -58,7 +59,7 @@ pub(crate) struct Args {
     bandwidth: bool,
 
     /// Start of the generator of token ids
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
     seed: u64,
 
     /// Print JSON
@@ -102,6 +103,10 @@ pub(crate) fn run(args: &Args) -> Result {
     if args.bandwidth && args.decode == 0 {
         return Err(Failure::Usage("--bandwidth compares with decoding: --decode must not be 0".to_owned()));
     }
+    let prefills: Vec<usize> = args.prefill.iter().copied().filter(|&n| n > 0).collect();
+    if prefills.is_empty() && args.decode == 0 {
+        return Err(Failure::Usage("--prefill 0 --decode 0 leaves nothing to measure".to_owned()));
+    }
     // nothing is taken from a cache: what is measured is computed
     let options = EngineOptions { checkpoints: CheckpointPolicy::None, ..args.engine.options() };
     let engine = Engine::new(&Model::open(&args.model)?, options)?;
@@ -112,7 +117,7 @@ pub(crate) fn run(args: &Args) -> Result {
         repetitions: args.repetitions as usize,
     };
     let mut measurements = Vec::new();
-    let prefills: Vec<usize> = args.prefill.iter().copied().filter(|&n| n > 0).collect();
+    bench.check_lengths(args)?;
     let bar =
         progress::bar("bench", (args.context.len() * (prefills.len() + usize::from(args.decode > 0))) as u64, "kinds");
     for &context in &args.context {
@@ -142,13 +147,38 @@ struct Bench {
 }
 
 impl Bench {
+    /// Refuses lengths that do not fit into the model's context, before any memory is taken for them.
+    fn check_lengths(&self, args: &Args) -> Result {
+        let longest = self.session.context();
+        let decoded = args.decode.saturating_mul(self.repetitions + 1);
+        let prefills = args.prefill.iter().map(|&n| ("--prefill", n, n));
+        for &context in &args.context {
+            for (option, given, tokens) in prefills.clone().chain([("--decode", args.decode, decoded)]) {
+                if context.saturating_add(tokens) > longest {
+                    return Err(Error::new(
+                        ErrorKind::InvalidArgument,
+                        format!(
+                            "{option} {given} behind --context {context} takes {} tokens; the model's \
+                             max_position_embeddings is {longest}",
+                            context.saturating_add(tokens)
+                        ),
+                    )
+                    .into());
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn prefill(&mut self, context: usize, tokens: usize) -> Result<Measurement> {
         let mut seconds = Vec::new();
         for round in 0..=self.repetitions {
             self.start_at(context)?;
-            let ids = self.ids.take(tokens);
+            let ids = self.ids.take(tokens)?;
+            let token = self.session.cancel_token();
             let start = Instant::now();
-            self.session.feed(&ids)?;
+            let fed = self.interrupt.cancels(&token, || self.session.feed(&ids));
+            self.judge(fed)?;
             self.note(round, start, &mut seconds)?;
         }
         Ok(Measurement { kind: "prefill", context, tokens, seconds })
@@ -182,22 +212,27 @@ impl Bench {
     }
 
     fn decode_once(&mut self, tokens: usize) -> Result {
-        for id in self.ids.take(tokens) {
-            self.session.feed(&[id])?;
-        }
-        Ok(())
+        let ids = self.ids.take(tokens)?;
+        let token = self.session.cancel_token();
+        let fed = self.interrupt.cancels(&token, || ids.iter().try_for_each(|&id| self.session.feed(&[id])));
+        self.judge(fed)
     }
 
     /// Empties the session and fills it with `context` tokens.
     fn start_at(&mut self, context: usize) -> Result {
         self.session.clear()?;
-        if context > self.session.context() {
-            let longest = self.session.context();
-            let message = format!("--context {context} is more than the model's max_position_embeddings {longest}");
-            return Err(Error::new(ErrorKind::InvalidArgument, message).into());
+        let ids = self.ids.take(context)?;
+        let token = self.session.cancel_token();
+        let fed = self.interrupt.cancels(&token, || self.session.feed(&ids));
+        self.judge(fed)
+    }
+
+    /// Tells Ctrl-C from other ends of a call.
+    fn judge(&self, fed: Result<(), Error>) -> Result {
+        match fed {
+            Err(e) if e.kind() == ErrorKind::Cancelled && self.interrupt.seen() => Err(Failure::Interrupted),
+            other => Ok(other?),
         }
-        let ids = self.ids.take(context);
-        Ok(self.session.feed(&ids)?)
     }
 
     /// Keeps the time since `start` unless this was the warm-up round.
@@ -216,8 +251,10 @@ struct Ids {
 }
 
 impl Ids {
-    fn take(&mut self, n: usize) -> Vec<TokenId> {
-        (0..n).map(|_| self.next()).collect()
+    fn take(&mut self, n: usize) -> Result<Vec<TokenId>, Error> {
+        let mut ids = alloc::with_capacity("token ids", n)?;
+        ids.extend((0..n).map(|_| self.next()));
+        Ok(ids)
     }
 
     fn next(&mut self) -> TokenId {
@@ -310,7 +347,7 @@ mod tests {
 
     #[test]
     fn ids_repeat_for_a_seed_and_stay_in_the_vocabulary() {
-        let ids = |seed| Ids { vocab: 97, state: seed }.take(1000);
+        let ids = |seed| Ids { vocab: 97, state: seed }.take(1000).unwrap();
         assert_eq!(ids(7), ids(7));
         assert_ne!(ids(7), ids(8));
         assert!(ids(7).iter().all(|&id| id < 97));

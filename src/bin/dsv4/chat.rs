@@ -1,17 +1,18 @@
 //! `dsv4 chat`: a conversation, line by line.
 
-use std::io::{BufRead, IsTerminal};
+use std::io::{BufRead, IsTerminal, Read};
 use std::path::PathBuf;
 
 use dsv4::chat::{
     ChatOptions, EffortRules, Event, Message, Parser, ReasoningEffort, Reply, Role, ThinkingMode, render,
 };
 use dsv4::model::config::Draft;
-use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Sampler, Session};
+use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Sampler, Session, file};
 
 use crate::args::{ContextArgs, EngineArgs, SamplingArgs};
 use crate::failure::{Failure, Result, one_line};
 use crate::interrupt::Interrupt;
+use crate::number::whole;
 use crate::output;
 use crate::run::feed;
 
@@ -51,7 +52,7 @@ pub(crate) struct Args {
     tools: Option<PathBuf>,
 
     /// Most tokens of an answer; 0 is no limit but the context
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 0)]
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
     max_tokens: u64,
 
     /// Report the tokens of each turn
@@ -141,9 +142,14 @@ impl Chat {
                 output::piece("> ")?;
             }
             line.clear();
-            let read = std::io::stdin().lock().read_until(b'\n', &mut line);
+            // one byte more than accepted, so that a line too long is told from one that just fits
+            let read = std::io::stdin().lock().take(file::TEXT.limit + 1).read_until(b'\n', &mut line);
             if read.map_err(|e| Error::new(ErrorKind::Io, format!("standard input: {e}")))? == 0 {
                 return Ok(());
+            }
+            if line.len() as u64 > file::TEXT.limit {
+                let message = format!("standard input: a line of more than {} bytes", file::TEXT.limit);
+                return Err(Error::new(ErrorKind::InvalidArgument, message).into());
             }
             let text = std::str::from_utf8(&line)
                 .map_err(|e| Error::new(ErrorKind::InvalidArgument, format!("standard input: not UTF-8: {e}")))?;

@@ -6,13 +6,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use dsv4::session::eval::{Filler, Perplexity, PlantedKey, RecallCase, perplexity, recalls};
-use dsv4::{Engine, Error, ErrorKind, Markup, Session, TokenId, Tokenizer};
+use dsv4::{Engine, Error, ErrorKind, Markup, Session, TokenId, Tokenizer, file};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::args::{ContextArgs, EngineArgs};
 use crate::failure::{Failure, Result};
 use crate::interrupt::Interrupt;
+use crate::number::{between, whole};
 use crate::output::line;
 use crate::{output, progress};
 
@@ -39,7 +40,7 @@ pub(crate) struct Args {
     text: Option<PathBuf>,
 
     /// Only the first N predictions; 0 is all
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "text")]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>, requires = "text")]
     limit: usize,
 
     /// Recall of the cases in this file
@@ -47,7 +48,7 @@ pub(crate) struct Args {
     recall: Option<PathBuf>,
 
     /// Recall of keys planted this many tokens before the end of the prompt
-    #[arg(long, value_name = "N,N,..", value_delimiter = ',')]
+    #[arg(long, value_name = "N,N,..", value_parser = whole::<usize>, value_delimiter = ',')]
     recall_distances: Vec<usize>,
 
     /// The text to plant keys into [default: a paragraph of this program, repeated]
@@ -55,7 +56,7 @@ pub(crate) struct Args {
     filler: Option<PathBuf>,
 
     /// Keys planted at each distance
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = between([1, 1000]))]
     cases: u64,
 
     /// Print JSON
@@ -84,7 +85,7 @@ pub(crate) fn run(args: &Args) -> Result {
     };
     let mut cases = from_file.unwrap_or_default();
     if !args.recall_distances.is_empty() {
-        cases.extend(plant(args, &engine, filler.as_deref().unwrap_or(PARAGRAPH))?);
+        cases.extend(plant(args, &engine, filler.as_deref().unwrap_or(PARAGRAPH), session.context())?);
     }
     let recall = ask(&mut session, &cases, &interrupt)?;
     if args.json {
@@ -117,9 +118,11 @@ fn text_ids(engine: &Engine, text: &str, limit: usize) -> Result<Vec<TokenId>> {
 
 fn measure(session: &mut Session, ids: &[TokenId], interrupt: &Interrupt) -> Result<Perplexity> {
     let bar = progress::bar("perplexity", ids.len().saturating_sub(1) as u64, "tokens");
-    let result = perplexity(session, ids, &mut |done| {
-        bar.set_position(done as u64);
-        !interrupt.seen()
+    let result = interrupt.cancels(&session.cancel_token(), || {
+        perplexity(session, ids, &mut |done| {
+            bar.set_position(done as u64);
+            !interrupt.seen()
+        })
     });
     bar.finish_and_clear();
     match result {
@@ -140,10 +143,11 @@ fn ask(session: &mut Session, cases: &[RecallCase], interrupt: &Interrupt) -> Re
     let bar = progress::bar("recall", cases.len() as u64, "prompts");
     let mut shares = BTreeMap::<usize, Share>::new();
     for case in cases {
-        let right = recalls(session, case)?;
+        let right = interrupt.cancels(&session.cancel_token(), || recalls(session, case));
         if interrupt.seen() {
             return Err(Failure::Interrupted);
         }
+        let right = right?;
         let share = shares.entry(case.distance).or_default();
         share.cases += 1;
         share.right += usize::from(right);
@@ -178,7 +182,7 @@ fn read_cases(path: &Path) -> Result<Vec<RecallCase>> {
         answer: Vec<TokenId>,
     }
     let fault = |what: String| Error::new(ErrorKind::InvalidArgument, format!("{}: {what}", path.display()));
-    let text = std::fs::read(path).map_err(|e| Error::io(path, &e))?;
+    let text = file::read(path, file::JSON)?;
     let cases: Vec<Case> =
         serde_json::from_slice(&text).map_err(|e| fault(format!("not a list of recall cases: {e}")))?;
     if cases.is_empty() {
@@ -199,11 +203,15 @@ const WORDS: [&str; 11] =
 const LEAD: usize = 32;
 
 /// `--cases` keys at each distance: "The secret word of NAME is WORD WORD." and the question for it.
-fn plant(args: &Args, engine: &Engine, filler: &str) -> Result<Vec<RecallCase>> {
+fn plant(args: &Args, engine: &Engine, filler: &str, context: usize) -> Result<Vec<RecallCase>> {
     let tokenizer = engine.model().tokenizer()?;
     let ids = tokenizer.encode(filler, Markup::Text)?;
     let mut cases = Vec::new();
     for &distance in &args.recall_distances {
+        if distance > context {
+            let message = format!("--recall-distances {distance} is more than the {context} tokens of the context");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).into());
+        }
         for case in 0..args.cases as usize {
             let filler = Filler {
                 bos: engine.model().config().bos_token_id,

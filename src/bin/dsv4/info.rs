@@ -9,10 +9,11 @@ use dsv4::backend::cpu::simd::Simd;
 use dsv4::backend::cuda_devices;
 use dsv4::cache::{BLOCK_TOKENS, CacheLayout, CachePlan};
 use dsv4::model::config::{Config, Draft, ExpertDtype, LayerKind};
-use dsv4::{KvFormat, Model, Numerics};
+use dsv4::{Error, ErrorKind, KvFormat, Model, Numerics};
 use serde_json::{Value, json};
 
 use crate::failure::Result;
+use crate::number::whole;
 use crate::output::{self, line, size};
 
 const EXAMPLES: &str = "\
@@ -31,7 +32,7 @@ pub(crate) struct Args {
     model: PathBuf,
 
     /// Tell the cache's memory for this many tokens; 0 is the model's longest context
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>)]
     context: usize,
 
     /// Cache storage: fp8, bf16 or f32
@@ -52,6 +53,11 @@ pub(crate) fn run(args: &Args) -> Result {
         let config = model.config().clone();
         Document { model: describe(&config), checkpoint: inventory(&model), tokenizer: tokenizer(&model), config }
     };
+    let longest = document.config.max_position_embeddings;
+    if args.context > longest {
+        let message = format!("context is {}; the model's max_position_embeddings is {longest}", args.context);
+        return Err(Error::new(ErrorKind::InvalidArgument, message).into());
+    }
     let memory = memory(&document.config, args);
     if args.json {
         return output::json(&json!({

@@ -2,6 +2,11 @@
 
 #[cfg(unix)]
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
+
+use dsv4::CancelToken;
 
 /// While it exists, the first Ctrl-C is remembered instead of ending the process.
 pub(crate) struct Interrupt(());
@@ -35,6 +40,35 @@ impl Interrupt {
         return SEEN.load(Ordering::Relaxed);
         #[cfg(not(unix))]
         false
+    }
+}
+
+/// How often a running call is looked after.
+const PERIOD: Duration = Duration::from_millis(50);
+
+impl Interrupt {
+    /// Does `work`, whose session `token` cancels when Ctrl-C is pressed: within a layer, where its own callbacks come
+    /// only behind a chunk.
+    pub(crate) fn cancels<T>(&self, token: &CancelToken, work: impl FnOnce() -> T) -> T {
+        let (done, is_done) = channel::<()>();
+        let result = thread::scope(|scope| {
+            scope.spawn(move || {
+                while is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
+                    if self.seen() {
+                        return token.cancel();
+                    }
+                }
+            });
+            let result = work();
+            // hanging up ends the watch
+            drop(done);
+            result
+        });
+        if self.seen() {
+            // it may have come behind the end of the work; the next call of the session is not meant
+            token.reset();
+        }
+        result
     }
 }
 

@@ -12,6 +12,8 @@ mod failure;
 mod info;
 mod interrupt;
 mod logging;
+mod number;
+mod outfile;
 mod output;
 mod progress;
 mod run;

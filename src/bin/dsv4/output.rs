@@ -5,7 +5,7 @@
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
 
-use dsv4::{Error, ErrorKind};
+use dsv4::{Error, ErrorKind, file};
 
 use crate::failure::Result;
 
@@ -66,15 +66,13 @@ fn precision(value: f64) -> usize {
     }
 }
 
-/// A whole text file, or standard input for `-`.
+/// A whole text: of a file, of a pipe that the user names, or of standard input for `-`.
 pub(crate) fn read_text(path: &std::path::Path) -> Result<String> {
     let (bytes, name) = if path.as_os_str() == "-" {
-        let mut bytes = Vec::new();
-        let read = io::Read::read_to_end(&mut io::stdin().lock(), &mut bytes);
-        read.map_err(|e| Error::new(ErrorKind::Io, format!("standard input: {e}")))?;
-        (bytes, "standard input".to_owned())
+        let name = "standard input";
+        (file::read_to_end(io::stdin().lock(), name, 0, file::TEXT)?, name.to_owned())
     } else {
-        (std::fs::read(path).map_err(|e| Error::io(path, &e))?, path.display().to_string())
+        (file::read_any(path, file::TEXT)?, path.display().to_string())
     };
     let text = String::from_utf8(bytes)
         .map_err(|e| Error::new(ErrorKind::InvalidArgument, format!("{name}: not UTF-8: {}", e.utf8_error())))?;

@@ -5,11 +5,16 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+<<<<<<< HEAD
 use dsv4::{Engine, ErrorKind, Finish, GenerateOptions, Generation, Markup, Sampler, Session, TokenId};
+=======
+use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Generation, Markup, Model, Sampler, Session, TokenId};
+>>>>>>> 4b2a1ac (Write outputs safely, verify what run dies of)
 
 use crate::args::{ContextArgs, EngineArgs, SamplingArgs, SessionArgs};
 use crate::failure::{Failure, Result};
 use crate::interrupt::Interrupt;
+use crate::number::whole;
 use crate::{output, progress};
 
 const EXAMPLES: &str = "\
@@ -33,7 +38,7 @@ pub(crate) struct Args {
     prompt: PromptArgs,
 
     /// Most tokens to generate; 0 is no limit but the context
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 200)]
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 200, value_parser = whole::<u64>)]
     max_tokens: u64,
 
     /// End at this text, which is not printed; may be given several times
@@ -72,7 +77,7 @@ pub(crate) struct Args {
 #[derive(clap::Args)]
 struct PromptArgs {
     /// The text to continue
-    #[arg(short, long, value_name = "TEXT", required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
+    #[arg(short, long, value_name = "TEXT", conflicts_with = "prompt_file")]
     prompt: Option<String>,
 
     /// A file with the text to continue; - is standard input
@@ -97,7 +102,9 @@ impl PromptArgs {
         match (&self.prompt, &self.prompt_file) {
             (Some(text), _) => Ok(text.clone()),
             (None, Some(file)) => output::read_text(file),
-            (None, None) => Err(Failure::Usage("a prompt is needed: --prompt or --prompt-file".to_owned())),
+            (None, None) => Err(Failure::Usage(
+                "a prompt is needed: --prompt TEXT, or --prompt-file FILE (- is standard input)".to_owned(),
+            )),
         }
     }
 
@@ -116,14 +123,23 @@ impl PromptArgs {
 }
 
 pub(crate) fn run(args: Args) -> Result {
-    let sampling = args.sampling.options(&args.model)?;
     let text = args.prompt.text()?;
+    let sampling = args.sampling.options(&args.model)?;
     let engine = args.engine.open(&args.model)?;
+<<<<<<< HEAD
     let mut session = args.session.open(&engine, &args.context)?;
     let prompt = args.prompt.tokens(&session, &text)?;
     let mut sampler = Sampler::new(sampling)?;
     for &id in session.tokens().iter().chain(&prompt) {
         sampler.accept(id);
+=======
+    let mut session = args.context.session(&engine)?;
+    check_length(&text, engine.model(), session.context())?;
+    let prompt = args.prompt.tokens(engine.model(), &text)?;
+    let mut sampler = Sampler::new(sampling)?;
+    for &id in &prompt {
+        sampler.accept(id)?;
+>>>>>>> 4b2a1ac (Write outputs safely, verify what run dies of)
     }
     let interrupt = Interrupt::arm();
     let start = Instant::now();
@@ -147,11 +163,17 @@ pub(crate) fn run(args: Args) -> Result {
     if output::is_terminal() || ended.is_ok() {
         output::piece("\n")?;
     }
+<<<<<<< HEAD
     if let (Ok(Some(token)), Some(Finish::MaxTokens)) = (&ended, finish) {
         // printed, but not yet in the session
         session.feed(&[*token])?;
     }
     args.session.save(&session)?;
+=======
+    if finish == Some(Finish::ContextFull) && !args.stats {
+        output::note(format_args!("(the context of {} tokens is full)", session.context()));
+    }
+>>>>>>> 4b2a1ac (Write outputs safely, verify what run dies of)
     if args.stats {
         Stats { prompt: prompt.len(), prefill, tokens, decode: start.elapsed(), finish }.report(&engine, &session);
     }
@@ -161,12 +183,26 @@ pub(crate) fn run(args: Args) -> Result {
     ended.map(drop)
 }
 
-/// Feeds `ids` with a progress bar; Ctrl-C ends it behind a chunk.
+/// Refuses a text that cannot fit into `context` tokens even if all of them were the longest there is, before it is
+/// encoded.
+fn check_length(text: &str, model: &Model, context: usize) -> Result {
+    let least = text.len().div_ceil(model.tokenizer()?.longest_token().max(1));
+    if least > context {
+        let bytes = text.len();
+        let message = format!("the prompt of {bytes} bytes has at least {least} tokens; the context holds {context}");
+        return Err(Error::new(ErrorKind::ContextFull, message).into());
+    }
+    Ok(())
+}
+
+/// Feeds `ids` with a progress bar; Ctrl-C ends it.
 pub(crate) fn feed(session: &mut Session, ids: &[TokenId], interrupt: &Interrupt) -> Result {
     let bar = progress::bar("prompt", ids.len() as u64, "tokens");
-    let fed = session.feed_with(ids, &mut |progress| {
-        bar.set_position(progress.done as u64);
-        if interrupt.seen() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    let fed = interrupt.cancels(&session.cancel_token(), || {
+        session.feed_with(ids, &mut |progress| {
+            bar.set_position(progress.done as u64);
+            ControlFlow::Continue(())
+        })
     });
     bar.finish_and_clear();
     match fed {

@@ -2,15 +2,15 @@
 
 #![forbid(unsafe_code)]
 
-use std::borrow::Cow;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use dsv4::research::{self, Trace};
-use dsv4::{Error, ErrorKind, TokenId};
-use safetensors::{Dtype, View};
+use dsv4::{Error, ErrorKind, TokenId, file, research};
+use serde_json::{Value, json};
 
 use crate::args::EngineArgs;
 use crate::failure::Result;
+use crate::outfile::OutFile;
 use crate::output;
 
 const EXAMPLES: &str = "\
@@ -32,7 +32,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "IDS.json")]
     tokens: PathBuf,
 
-    /// The safetensors file to write; appears complete or not at all
+    /// The safetensors file to write, complete or not at all; - is standard output. Not inside MODEL
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
 
@@ -41,18 +41,24 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result {
+    let out = OutFile::check(&args.out, &[&args.tokens], &args.model)?;
     let ids = read_ids(&args.tokens)?;
     let engine = args.engine.open(&args.model)?;
     let trace = research::trace(&engine, &ids, args.engine.chunk as usize)?;
     let config = engine.model().config();
     let shape = [ids.len(), config.hc_mult, config.hidden_size];
-    write(&args.out, &trace, &shape, config.vocab_size)?;
+    let mut tensors: Tensors<'_> =
+        vec![("logits".to_owned(), vec![ids.len(), config.vocab_size], trace.logits.as_slice())];
+    for (layer, values) in trace.streams.iter().enumerate() {
+        tensors.push((format!("layers.{layer}.streams"), shape.to_vec(), values));
+    }
+    out.write(|out| write(out, &tensors))?;
     output::note(format_args!("{} tokens, {} layers: {}", ids.len(), trace.streams.len(), args.out.display()));
     Ok(())
 }
 
 fn read_ids(path: &Path) -> Result<Vec<TokenId>> {
-    let text = std::fs::read(path).map_err(|e| Error::io(path, &e))?;
+    let text = file::read(path, file::JSON)?;
     let fault = |what: String| Error::new(ErrorKind::InvalidArgument, format!("{}: {what}", path.display()));
     let ids: Vec<TokenId> =
         serde_json::from_slice(&text).map_err(|e| fault(format!("not a JSON list of token ids: {e}")))?;
@@ -62,49 +68,25 @@ fn read_ids(path: &Path) -> Result<Vec<TokenId>> {
     Ok(ids)
 }
 
-/// A float32 tensor to be written.
-struct F32<'a> {
-    shape: Vec<usize>,
-    values: &'a [f32],
-}
+/// Tensors by name: their shape and float32 values.
+type Tensors<'a> = Vec<(String, Vec<usize>, &'a [f32])>;
 
-impl View for F32<'_> {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
+/// Writes the tensors as a safetensors file, in their order.
+fn write(out: &mut dyn Write, tensors: &Tensors<'_>) -> io::Result<()> {
+    let mut header = serde_json::Map::new();
+    let mut end = 0;
+    for (name, shape, values) in tensors {
+        let start = end;
+        end += size_of_val(*values);
+        header.insert(name.clone(), json!({ "dtype": "F32", "shape": shape, "data_offsets": [start, end] }));
     }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
+    let mut header = Value::Object(header).to_string();
+    // the data begins at a multiple of 8
+    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+    out.write_all(&(header.len() as u64).to_le_bytes())?;
+    out.write_all(header.as_bytes())?;
+    for (_, _, values) in tensors {
+        values.iter().try_for_each(|value| out.write_all(&value.to_le_bytes()))?;
     }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Owned(self.values.iter().flat_map(|v| v.to_le_bytes()).collect())
-    }
-
-    fn data_len(&self) -> usize {
-        size_of_val(self.values)
-    }
-}
-
-/// Writes beside `path` and renames, so that no half file carries its name.
-fn write(path: &Path, trace: &Trace, streams: &[usize; 3], vocab: usize) -> Result<(), Error> {
-    let mut tensors =
-        vec![("logits".to_owned(), F32 { shape: vec![streams[0], vocab], values: trace.logits.as_slice() })];
-    for (layer, values) in trace.streams.iter().enumerate() {
-        tensors.push((format!("layers.{layer}.streams"), F32 { shape: streams.to_vec(), values }));
-    }
-    let Some(name) = path.file_name() else {
-        return Err(Error::new(ErrorKind::InvalidArgument, format!("{}: not a file name", path.display())));
-    };
-    let mut temporary = name.to_owned();
-    temporary.push(format!(".{}.tmp", std::process::id()));
-    let temporary = path.with_file_name(temporary);
-    let written = safetensors::serialize_to_file(tensors, None, &temporary)
-        .map_err(|e| Error::new(ErrorKind::Io, format!("{}: {e}", temporary.display())))
-        .and_then(|()| std::fs::rename(&temporary, path).map_err(|e| Error::io(path, &e)));
-    if written.is_err() {
-        // the error that led here counts, not whether there is something to remove
-        drop(std::fs::remove_file(&temporary));
-    }
-    written
+    Ok(())
 }

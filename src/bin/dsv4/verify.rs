@@ -2,22 +2,24 @@
 
 #![forbid(unsafe_code)]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dsv4::model::config::Config;
 use dsv4::model::weights::Weights;
 use dsv4::tokenizer::Tokenizer;
-use dsv4::weights::Checkpoint;
-use dsv4::{Error, ErrorKind, Result as Outcome};
+use dsv4::weights::{Checkpoint, INDEX_FILE};
+use dsv4::{Error, ErrorKind, Result as Outcome, file};
 
+use crate::args::Defaults;
 use crate::failure::{Failure, Result, one_line};
 use crate::{output, progress};
 
 const EXAMPLES: &str = "\
 Checks config.json, that every shard of the index is there with the size its header declares, that every tensor is in
-the shard the index says, that all tensors of the architecture are there with their shapes, dtypes and scales, and
-that the tokenizer loads. --scan also reads every byte, which takes as long as the disk does.
+the shard the index says and in no other, that all tensors of the architecture are there with their shapes, dtypes and
+scales, that the tables of experts name experts, that the tokenizer loads and fits the model, and that
+generation_config.json says something possible. --scan also reads every byte, which takes as long as the disk does.
 
 Each finding is a line on standard output; the exit code is 1 if there is any, else 0.
 
@@ -47,7 +49,7 @@ pub(crate) fn run(args: &Args) -> Result {
 
 /// Number of findings, each printed.
 fn check(args: &Args) -> Result<usize> {
-    std::fs::read_dir(&args.model).map_err(|e| Error::io(&args.model, &e))?;
+    file::check_model_folder(&args.model)?;
     let mut found = 0;
     let config = keep(Config::from_file(&args.model.join("config.json")), &mut found)?;
     let shards = keep(Checkpoint::survey(&args.model), &mut found)?;
@@ -55,13 +57,19 @@ fn check(args: &Args) -> Result<usize> {
     for shard in shards.into_iter().flatten() {
         is_whole &= keep(shard.state, &mut found)?.is_some();
     }
-    keep_optional(Tokenizer::from_file(&args.model.join("tokenizer.json")), &mut found)?;
+    keep_optional(tokenizer(&args.model, config.as_ref()), &mut found)?;
+    keep(Defaults::of_model(&args.model), &mut found)?;
     if !is_whole {
         return Ok(found);
     }
     let Some(checkpoint) = keep(Checkpoint::open(&args.model), &mut found)? else { return Ok(found) };
-    if let Some(config) = config {
-        keep(Weights::resolve(&config, &checkpoint), &mut found)?;
+    let weights = config.map(|config| keep(Weights::resolve(&config, &checkpoint), &mut found)).transpose()?;
+    for table in weights.iter().flatten().flat_map(Weights::hash_tables) {
+        keep(table.check(), &mut found)?;
+    }
+    for difference in checkpoint.differences() {
+        found += 1;
+        output::line(one_line(&format!("{}: {difference}", args.model.join(INDEX_FILE).display())))?;
     }
     if args.scan {
         found += scan(&checkpoint)?;
@@ -73,6 +81,14 @@ fn check(args: &Args) -> Result<usize> {
         output::line(format_args!("ok: {tensors} tensors in {shards} shards, {size}{scanned}"))?;
     }
     Ok(found)
+}
+
+/// The tokenizer as running the model has it, padded to the config's ids.
+fn tokenizer(model: &Path, config: Option<&Config>) -> Outcome<Tokenizer> {
+    let path = model.join("tokenizer.json");
+    let tokenizer = Tokenizer::from_file(&path)?;
+    let Some(config) = config else { return Ok(tokenizer) };
+    tokenizer.pad_to(config.vocab_size).map_err(|e| e.context(path.display()))
 }
 
 /// Reads every byte.
