@@ -5,11 +5,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-<<<<<<< HEAD
-use dsv4::{Engine, ErrorKind, Finish, GenerateOptions, Generation, Markup, Sampler, Session, TokenId};
-=======
 use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Generation, Markup, Model, Sampler, Session, TokenId};
->>>>>>> 4b2a1ac (Write outputs safely, verify what run dies of)
 
 use crate::args::{ContextArgs, EngineArgs, SamplingArgs, SessionArgs};
 use crate::failure::{Failure, Result};
@@ -126,20 +122,12 @@ pub(crate) fn run(args: Args) -> Result {
     let text = args.prompt.text()?;
     let sampling = args.sampling.options(&args.model)?;
     let engine = args.engine.open(&args.model)?;
-<<<<<<< HEAD
     let mut session = args.session.open(&engine, &args.context)?;
+    check_length(&text, engine.model(), session.remaining())?;
     let prompt = args.prompt.tokens(&session, &text)?;
     let mut sampler = Sampler::new(sampling)?;
     for &id in session.tokens().iter().chain(&prompt) {
-        sampler.accept(id);
-=======
-    let mut session = args.context.session(&engine)?;
-    check_length(&text, engine.model(), session.context())?;
-    let prompt = args.prompt.tokens(engine.model(), &text)?;
-    let mut sampler = Sampler::new(sampling)?;
-    for &id in &prompt {
         sampler.accept(id)?;
->>>>>>> 4b2a1ac (Write outputs safely, verify what run dies of)
     }
     let interrupt = Interrupt::arm();
     let start = Instant::now();
@@ -163,17 +151,14 @@ pub(crate) fn run(args: Args) -> Result {
     if output::is_terminal() || ended.is_ok() {
         output::piece("\n")?;
     }
-<<<<<<< HEAD
     if let (Ok(Some(token)), Some(Finish::MaxTokens)) = (&ended, finish) {
         // printed, but not yet in the session
         session.feed(&[*token])?;
     }
     args.session.save(&session)?;
-=======
     if finish == Some(Finish::ContextFull) && !args.stats {
         output::note(format_args!("(the context of {} tokens is full)", session.context()));
     }
->>>>>>> 4b2a1ac (Write outputs safely, verify what run dies of)
     if args.stats {
         Stats { prompt: prompt.len(), prefill, tokens, decode: start.elapsed(), finish }.report(&engine, &session);
     }
