@@ -15,7 +15,9 @@ use dsv4::cache::{CacheLayout, CheckpointPolicy};
 use dsv4::{Engine, EngineOptions, ErrorKind, SaveOptions, Session, SessionOptions};
 
 /// Programs per run; `DSV4_CACHE_PROGRAMS` sets more.
-const PROGRAMS: usize = 60;
+const PROGRAMS: u64 = 240;
+/// Programs that run at the same time.
+const SIDE_BY_SIDE: u64 = 2;
 /// Longest timeline: several blocks, several windows, two c128 entries per block.
 const LONGEST: usize = 900;
 
@@ -216,9 +218,14 @@ fn any_program_gives_the_logits_of_a_cold_session() {
     let programs = std::env::var("DSV4_CACHE_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(PROGRAMS);
     let start = std::env::var("DSV4_CACHE_SEED").ok().and_then(|n| n.parse().ok()).unwrap_or(1u64);
     println!("{programs} programs from seed {start}");
-    for seed in start..start + programs as u64 {
-        program(seed, &truth, &folder);
-    }
+    std::thread::scope(|scope| {
+        for first in start..start + SIDE_BY_SIDE {
+            let (truth, folder) = (&truth, &folder);
+            scope.spawn(move || {
+                (first..start + programs).step_by(SIDE_BY_SIDE as usize).for_each(|seed| program(seed, truth, folder));
+            });
+        }
+    });
 }
 
 /// Bytes that a session takes however long it is.
