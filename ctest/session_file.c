@@ -89,6 +89,21 @@ int main(int argc, char **argv)
     check_same(f.session, fork);
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "cannot truncate to 51 tokens", dsv4_session_truncate(fork, 51, &err));
 
+    // a history that comes out differently from its 45th token on
+    size_t kept = 0;
+    feed(fork, tokens, 5);
+    OK(dsv4_session_keep_common(fork, tokens, 50, &kept, &err));
+    CHECK(kept == 50);
+    check_same(f.session, fork);
+    uint32_t other_end[50];
+    memcpy(other_end, tokens, sizeof other_end);
+    other_end[45] = tokens[45] == 3 ? 4 : 3;
+    OK(dsv4_session_keep_common(fork, other_end, 50, &kept, &err));
+    CHECK(kept == 45);
+    feed(fork, tokens + 45, 5);
+    check_same(f.session, fork);
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "kept is NULL", dsv4_session_keep_common(fork, tokens, 1, NULL, &err));
+
     // an addition, complete
     OK(dsv4_session_save(restored, path, 1, &err));
     OK(dsv4_session_file_get_info(path, &file, &err));

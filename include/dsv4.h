@@ -905,7 +905,8 @@ dsv4_status dsv4_session_fork(dsv4_session *session,
                               dsv4_session **out,
                               dsv4_error *err);
 
-// Goes back to the first `position` tokens, exactly: starts from the nearest checkpoint below and computes the rest
+// Goes back to the first `position` tokens, exactly. The last `rollback` tokens of the session's options, fed one at a
+// time, are taken back without computing; otherwise it starts from the nearest checkpoint below and computes the rest
 // again. The logits are then those behind token `position - 1`. Generations that were started on the session end with an
 // error.
 //
@@ -915,6 +916,18 @@ DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_truncate(dsv4_session *session,
                                   uint64_t position,
                                   dsv4_error *err);
+
+// Goes back to what the session has in common with `tokens`, and says how many tokens that is in `*kept`; feed the rest
+// of `tokens` next. For conversations whose history is rendered anew each turn and may come out differently: what is the
+// same is not computed again, and if nothing differs, nothing changes.
+//
+// Errors: `INVALID_ARGUMENT`; `BUSY`; those of `dsv4_session_truncate`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_keep_common(dsv4_session *session,
+                                     const uint32_t *tokens,
+                                     size_t n_tokens,
+                                     size_t *kept,
+                                     dsv4_error *err);
 
 // Cancels the running call of this session, or its next one if none is running: it returns `CANCELLED` within the time
 // of one layer of one chunk. From any thread, at any time before the session is freed; it never waits. A cancel that

@@ -11,7 +11,7 @@ use std::time::Duration;
 use common::golden::{self, Golden};
 use common::subject;
 use dsv4::cache::tier::{Prefetch, TierOptions};
-use dsv4::cache::{CacheLayout, CheckpointPolicy};
+use dsv4::cache::{CacheLayout, CachePlan, CheckpointPolicy};
 use dsv4::{Engine, EngineOptions, ErrorKind, SaveOptions, Session, SessionOptions};
 
 /// Programs per run; `DSV4_CACHE_PROGRAMS` sets more.
@@ -328,6 +328,34 @@ fn idle_sessions_cost_the_documented_constant_whatever_the_chunk() {
 }
 
 #[test]
+fn what_sessions_mark_for_themselves_makes_room_for_other_sessions() {
+    let folder = nano();
+    let roomy = subject::engine_with(&folder, options(64));
+    let plan = CachePlan::new(roomy.model().config(), roomy.kv_format(), 300, 0);
+    // room for exactly five sessions of 300 tokens, each of which was fed and decoded
+    let limit = 5 * plan.pages(300);
+    let policy = CheckpointPolicy::None;
+    let engine =
+        subject::engine_with(&folder, EngineOptions { cache_bytes: limit, checkpoints: policy, ..options(64) });
+    let mut sessions = Vec::new();
+    for seed in 0..5 {
+        let mut session = subject::session(&engine, 300);
+        session.feed(&prompt(seed, 290)).unwrap();
+        for &token in &prompt(9, 10) {
+            session.feed(&[token]).unwrap();
+        }
+        sessions.push(session);
+    }
+    assert_eq!(engine.cache_stats().pool.used_bytes, limit);
+    // a truncation without its mark is exact, only slower
+    sessions.truncate(1);
+    let (mut whole, at) = (subject::session(&roomy, 300), 290);
+    whole.feed(&prompt(0, at)).unwrap();
+    sessions[0].truncate(at).unwrap();
+    assert_eq!(sessions[0].logits(), whole.logits());
+}
+
+#[test]
 fn checkpoints_never_push_out_the_one_that_is_being_kept() {
     let folder = nano();
     let probe = subject::session(&subject::engine_with(&folder, options(256)), 2000);
@@ -401,6 +429,27 @@ fn sessions_that_are_pushed_out_and_come_back_give_the_tokens_of_an_undisturbed_
     }
     let stats = engine.cache_stats();
     assert!(stats.evicted_blocks + stats.evicted_checkpoints > 0 && stats.hit_tokens > 0, "{stats:?}");
+}
+
+#[test]
+fn a_history_rendered_without_its_reasoning_keeps_the_prompt_before_it() {
+    let folder = nano();
+    let engine = subject::engine_with(&folder, EngineOptions { checkpoints: CheckpointPolicy::None, ..options(256) });
+    let (first_prompt, answer, question) = (prompt(1, 600), prompt(3, 40), prompt(4, 30));
+    let mut session = subject::session(&engine, 2000);
+    session.feed(&first_prompt).unwrap();
+    // 90 tokens of reasoning, then the answer, as decoding brings them
+    for &token in prompt(2, 90).iter().chain(&answer) {
+        session.feed(&[token]).unwrap();
+    }
+    let next = [first_prompt.as_slice(), &answer, &question].concat();
+    let before = engine.cache_stats().computed_tokens;
+    let kept = session.keep_common(&next).unwrap();
+    session.feed(&next[kept..]).unwrap();
+    assert_eq!(kept, first_prompt.len(), "reasoning differs from the answer at once");
+    let computed = (engine.cache_stats().computed_tokens - before) as usize;
+    assert!(computed <= next.len() - kept + 255, "{computed} tokens computed");
+    assert_eq!(session.logits().unwrap(), subject::last_logits(&engine, &next));
 }
 
 #[test]

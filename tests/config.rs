@@ -5,6 +5,8 @@
 #[path = "common/shared.rs"]
 mod shared;
 
+use dsv4::KvFormat;
+use dsv4::cache::CachePlan;
 use dsv4::error::ErrorKind::{self, Config as ConfigKind, NotFound, UnsupportedModel};
 use dsv4::error::{Error, Result};
 use dsv4::model::config::{Config, Draft, ExpertDtype, LayerKind};
@@ -154,6 +156,29 @@ fn official_configurations_are_read() {
         assert_eq!(config.expert_dtype, Some(expert_dtype), "{name}");
         let is_dspark = matches!(config.draft, Draft::Dspark { stages: 3, block_size: 5, noise_token_id: 128_799, .. });
         assert_eq!(is_dspark, name.ends_with("0731") || name.ends_with("0813"), "{name}: {:?}", config.draft);
+    }
+}
+
+#[test]
+fn the_official_configurations_give_the_published_cache_sizes() {
+    let test = "the_official_configurations_give_the_published_cache_sizes";
+    let (gib, tokens) = (f64::from(1 << 30), 1 << 20);
+    // windows and pages at 1,048,576 tokens in GiB, and bytes a token
+    for (name, format, size, per_token) in [
+        ("V4-Pro", KvFormat::Bf16, 9.6246, 9848.0),
+        ("V4-Pro", KvFormat::Fp8, 4.918, 5031.4),
+        ("V4-Flash", KvFormat::Bf16, 6.724, 6880.0),
+        ("V4-Flash", KvFormat::Fp8, 3.435, 3514.25),
+    ] {
+        let file = format!("data/config/DeepSeek-{name}.config.json");
+        let Some(path) = shared::shared(test, &file) else { return };
+        let plan = CachePlan::new(&Config::from_file(&path).unwrap(), format, tokens, 64 << 30);
+        let bytes = (plan.bytes.window + plan.bytes.pages) as f64 / gib;
+        assert!((bytes - size).abs() < 6e-5 * size, "{name} {format}: {bytes} GiB");
+        assert!((plan.block as f64 / 256.0 - per_token).abs() < 0.05, "{name} {format}: {} a block", plan.block);
+        let most = if name == "V4-Pro" { 11_000_000 } else { 7_000_000 };
+        assert!(format != KvFormat::Fp8 || plan.sequence < most, "{name}: {} for an empty session", plan.sequence);
+        assert_eq!(plan.sequences, (64 << 30) / plan.pages(tokens));
     }
 }
 

@@ -165,6 +165,27 @@ fn check_recall(numerics: Numerics, distances: &[u64]) {
 }
 
 #[test]
+fn a_word_before_a_checkpoint_is_recalled_every_turn() {
+    let engine = subject::engine(&folder(), Numerics::Exact);
+    let prompts = golden::json(&folder().join("recall.json"));
+    let ids = |value: &serde_json::Value| -> Vec<u32> {
+        value.as_array().expect("ids").iter().map(|id| id.as_u64().expect("an id") as u32).collect()
+    };
+    let prompt = prompts.as_array().expect("prompts").iter().find(|p| p["distance"] == 512).expect("a prompt");
+    let (tokens, answer) = (ids(&prompt["prompt"]), ids(&prompt["answer"]));
+    for turn in 0..3 {
+        let mut session = subject::session(&engine, tokens.len() + answer.len());
+        session.feed(&tokens).expect("the prompt is fed");
+        assert!(turn == 0 || session.reused_tokens() >= 512, "turn {turn}: {} tokens reused", session.reused_tokens());
+        for &want in &answer {
+            let got = argmax(subject::logits(&session));
+            assert_eq!(got, want, "turn {turn}");
+            session.feed(&[got]).expect("the answer is fed");
+        }
+    }
+}
+
+#[test]
 fn words_are_recalled_at_short_distances() {
     check_recall(Numerics::Exact, &[64, 160, 256, 512]);
 }

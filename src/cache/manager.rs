@@ -168,6 +168,9 @@ impl CacheManager {
     /// Frees something that only the index holds; false if there is nothing.
     pub fn evict(&self) -> bool {
         let mut index = self.index();
+        if index.evict_mark() {
+            return true;
+        }
         // where every leaf is in use, checkpoints of theirs may not be
         let evicted = index.evict_block().or_else(|| index.evict_checkpoint());
         drop(index);
@@ -265,6 +268,18 @@ impl CacheManager {
     /// The checkpoint at the end of block `key`, if it is kept.
     pub fn checkpoint(&self, key: PrefixKey) -> Option<Checkpoint> {
         self.index().checkpoint(key)
+    }
+
+    pub(super) fn add_mark(&self, checkpoint: Checkpoint) -> u64 {
+        self.index().add_mark(checkpoint)
+    }
+
+    pub(super) fn mark(&self, id: u64) -> Option<Checkpoint> {
+        self.index().mark(id)
+    }
+
+    pub(super) fn remove_mark(&self, id: u64) {
+        drop(self.index().remove_mark(id));
     }
 
     /// Counts tokens that went through the model.

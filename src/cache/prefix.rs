@@ -124,6 +124,8 @@ pub(super) struct PrefixIndex {
     checkpoints: BTreeMap<u64, PrefixKey>,
     /// Bytes of the checkpoints' logits.
     logit_bytes: u64,
+    /// Checkpoints that single sessions come back to, by the time they were made. They count in no other figure.
+    marks: BTreeMap<u64, Checkpoint>,
     clock: u64,
 }
 
@@ -228,6 +230,31 @@ impl PrefixIndex {
         let checkpoint = node.checkpoint.take();
         self.logit_bytes -= checkpoint.as_ref().map_or(0, Checkpoint::logit_bytes);
         Some(Evicted { parent: node.parent, key, tokens: node.tokens.clone(), block: None, checkpoint })
+    }
+
+    /// Keeps a session's mark; returns its number.
+    pub(super) fn add_mark(&mut self, checkpoint: Checkpoint) -> u64 {
+        let tick = self.next_tick();
+        self.marks.insert(tick, checkpoint);
+        tick
+    }
+
+    /// The mark of a number.
+    pub(super) fn mark(&self, id: u64) -> Option<Checkpoint> {
+        self.marks.get(&id).cloned()
+    }
+
+    /// Drops a mark, if it is still there.
+    pub(super) fn remove_mark(&mut self, id: u64) -> Option<Checkpoint> {
+        self.marks.remove(&id)
+    }
+
+    /// Drops the oldest mark if it is older than any leaf that could go; false if there is none.
+    pub(super) fn evict_mark(&mut self) -> bool {
+        let leaf = self.oldest_unused_leaf().and_then(|key| self.nodes.get(&key)).map_or(u64::MAX, |node| node.tick);
+        let Some(mark) = self.marks.first_entry().filter(|mark| *mark.key() < leaf) else { return false };
+        mark.remove();
+        true
     }
 
     /// Takes the leaf out that was used longest ago and that no sequence uses.

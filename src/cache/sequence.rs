@@ -247,8 +247,14 @@ impl SequenceCache {
     }
 
     fn own_state(&mut self) -> Result<()> {
-        if Arc::get_mut(&mut self.state).is_none() {
-            self.state = Arc::new(self.state.copy(&self.manager)?);
+        if Arc::get_mut(&mut self.state).is_some() {
+            return Ok(());
+        }
+        match self.state.copy(&self.manager) {
+            Ok(copy) => self.state = Arc::new(copy),
+            // the mark that shared it may be what had to make room
+            Err(error) if Arc::get_mut(&mut self.state).is_none() => return Err(error),
+            Err(_) => {}
         }
         Ok(())
     }

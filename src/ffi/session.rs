@@ -319,7 +319,8 @@ pub unsafe extern "C" fn dsv4_session_fork(
     })
 }
 
-/// Goes back to the first `position` tokens, exactly: starts from the nearest checkpoint below and computes the rest
+/// Goes back to the first `position` tokens, exactly. The last `rollback` tokens of the session's options, fed one at a
+/// time, are taken back without computing; otherwise it starts from the nearest checkpoint below and computes the rest
 /// again. The logits are then those behind token `position - 1`. Generations that were started on the session end with an
 /// error.
 ///
@@ -336,6 +337,33 @@ pub unsafe extern "C" fn dsv4_session_truncate(
         // SAFETY: by the header's contract.
         let mut session = unsafe { object(session, "session") }?.exclusive.get()?;
         session.truncate(count(position, "position")?)?;
+        Ok(())
+    })
+}
+
+/// Goes back to what the session has in common with `tokens`, and says how many tokens that is in `*kept`; feed the rest
+/// of `tokens` next. For conversations whose history is rendered anew each turn and may come out differently: what is the
+/// same is not computed again, and if nothing differs, nothing changes.
+///
+/// Errors: `INVALID_ARGUMENT`; `BUSY`; those of `dsv4_session_truncate`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_keep_common(
+    session: *mut dsv4_session,
+    tokens: *const u32,
+    n_tokens: usize,
+    kept: *mut usize,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    // SAFETY: NULL or a valid output by the header's contract.
+    let kept = unsafe { Out::new(kept, "kept") };
+    guard("dsv4_session_keep_common", err, || {
+        // SAFETY: as above.
+        let mut session = unsafe { object(session, "session") }?.exclusive.get()?;
+        // SAFETY: as above.
+        let tokens = unsafe { slice(tokens, n_tokens, "tokens") }?;
+        kept.check()?;
+        kept.set(session.keep_common(tokens)?);
         Ok(())
     })
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::TokenId;
 use crate::alloc;
-use crate::cache::{BLOCK_TOKENS, CacheBytes, Checkpoint, CheckpointPolicy, PrefixKey, SequenceCache, State};
+use crate::cache::{BLOCK_TOKENS, CacheBytes, Checkpoint, CheckpointPolicy, Mark, PrefixKey, SequenceCache, State};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
@@ -81,8 +81,8 @@ pub struct Session {
     logits: Vec<f32>,
     /// Keys of the full blocks, in order.
     keys: Vec<PrefixKey>,
-    /// The state at the end of the last prompt: what a truncation to there or beyond starts from.
-    mark: Option<Arc<State>>,
+    /// The end of the last prompt: what a truncation to there or beyond starts from.
+    mark: Option<Arc<Mark>>,
     /// Earlier logits and the positions they stand behind, oldest first: those that a rollback can need.
     earlier: VecDeque<(usize, Vec<f32>)>,
     rollback: usize,
@@ -193,7 +193,7 @@ impl Session {
             }
         }
         if tokens.len() > 1 {
-            self.mark = Some(self.cache.checkpoint());
+            self.set_mark();
         }
         Ok(())
     }
@@ -414,6 +414,14 @@ impl Session {
         Ok(rest)
     }
 
+    /// Remembers this place, to come back to.
+    fn set_mark(&mut self) {
+        // without its logits it is still a place to compute from
+        let logits = alloc::copied("logits", &self.logits).unwrap_or_default().into();
+        let checkpoint = Checkpoint { state: self.cache.checkpoint(), logits };
+        self.mark = Some(Arc::new(Mark::new(self.engine.cache(), checkpoint)));
+    }
+
     /// Drops what the session knows of the tokens from `position` on.
     fn cut(&mut self, position: usize) {
         self.tokens.truncate(position);
@@ -432,8 +440,10 @@ impl Session {
             return Ok(true);
         }
         let key = position.is_multiple_of(BLOCK_TOKENS).then(|| self.keys.get(position / BLOCK_TOKENS - 1)).flatten();
-        let checkpoint = key.and_then(|&key| self.engine.cache().checkpoint(key));
-        let Some(checkpoint) = checkpoint.filter(|kept| !kept.logits.is_empty()) else { return Ok(false) };
+        let kept = key.and_then(|&key| self.engine.cache().checkpoint(key));
+        let mark = self.mark.as_ref().filter(|mark| mark.position() == position).and_then(|mark| mark.checkpoint());
+        let mut whole = mark.into_iter().chain(kept).filter(|checkpoint| !checkpoint.logits.is_empty());
+        let Some(checkpoint) = whole.next() else { return Ok(false) };
         let logits = alloc::copied("logits", &checkpoint.logits)?;
         self.cache.rewind(checkpoint.state);
         self.cut(position);
@@ -452,11 +462,12 @@ impl Session {
 
     /// The checkpoint nearest below `position` that this session can go back to.
     fn checkpoint_below(&self, position: usize) -> Option<Arc<State>> {
-        let own = self.mark.iter().filter(|mark| mark.position() < position);
+        let own = self.mark.as_ref().filter(|mark| mark.position() < position);
+        let own = own.and_then(|mark| mark.checkpoint()).map(|mark| mark.state);
         let blocks = (position - 1) / BLOCK_TOKENS;
         let keys = &self.keys[..blocks.min(self.keys.len())];
         let kept = keys.iter().rev().find_map(|&key| self.engine.cache().checkpoint(key)).map(|kept| kept.state);
-        own.cloned().chain(kept).max_by_key(|state| state.position())
+        own.into_iter().chain(kept).max_by_key(|state| state.position())
     }
 
     /// Tokens that were reused from other prompts instead of computed, over the session's life.

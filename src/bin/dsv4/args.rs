@@ -137,7 +137,7 @@ fn prefetch(text: &str) -> Result<Prefetch, String> {
 }
 
 /// A number of bytes: plain, or with K, M, G or T (powers of 1024).
-fn size(text: &str) -> Result<u64, String> {
+pub(crate) fn size(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.char_indices().last() {
         Some((at, 'K' | 'k')) => (&text[..at], 10),
         Some((at, 'M' | 'm')) => (&text[..at], 20),

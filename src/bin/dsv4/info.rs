@@ -21,7 +21,7 @@ Reads the config and the headers of the shards, no weights. Given a bare config.
 
 Examples:
   dsv4 info examples/models/tiny-v4
-  dsv4 info ~/models/DeepSeek-V4-Flash --context 1048576 --kv bf16
+  dsv4 info ~/models/DeepSeek-V4-Flash --context 1048576 --kv bf16 --cache-bytes 64G
   dsv4 info config.json --json | jq .memory.cache";
 
 /// Show a model's dimensions, inventory and memory by category
@@ -38,6 +38,10 @@ pub(crate) struct Args {
     /// Cache storage: fp8, bf16 or f32
     #[arg(long, value_name = "FORMAT", default_value_t = KvFormat::Fp8)]
     kv: KvFormat,
+
+    /// Tell how many such sessions, and how long a single one, this much cache memory holds, such as 8G
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = crate::args::size)]
+    cache_bytes: u64,
 
     /// Print JSON
     #[arg(long)]
@@ -168,7 +172,7 @@ fn tokenizer(model: &Model) -> Value {
 fn memory(config: &Config, args: &Args) -> Value {
     let context = if args.context == 0 { config.max_position_embeddings } else { args.context };
     let layout = CacheLayout::new(config, args.kv);
-    let plan = CachePlan::new(config, args.kv, context, 0);
+    let plan = CachePlan::new(config, args.kv, context, args.cache_bytes);
     let (entries, keys) = layout.block_bytes();
     json!({
         "context": context,
@@ -187,6 +191,7 @@ fn memory(config: &Config, args: &Args) -> Value {
             "index_keys": keys,
             "bytes_per_token": plan.block as f64 / BLOCK_TOKENS as f64,
         },
+        "limit": { "bytes": plan.limit, "sessions": plan.sequences, "longest_context": plan.longest_context },
         "session_bytes": plan.sequence,
         "rollback_token_bytes": plan.rollback_token,
         "row_bytes": layout.row_bytes(),
@@ -344,6 +349,16 @@ fn print_memory(m: &Value) -> Result {
         "  an empty session takes {} (padding included), a draft module's windows {} more",
         bytes(&m["session_bytes"]),
         bytes(&cache["draft_windows"])
+    ))?;
+    let limit = &m["limit"];
+    if limit["bytes"] == 0 {
+        return Ok(());
+    }
+    line(format_args!(
+        "  {} hold {} such sessions, or one of {} tokens",
+        bytes(&limit["bytes"]),
+        limit["sessions"],
+        limit["longest_context"]
     ))
 }
 

@@ -125,8 +125,8 @@ impl Session {
         let mut session = Self::over(engine, context, loaded.cache, options.rollback);
         session.tokens = loaded.tokens;
         session.reused = position as u64;
-        session.mark = Some(session.cache.checkpoint());
         session.logits = loaded.logits;
+        session.set_mark();
         session.publish(position)?;
         // no tokens is no work
         session.feed(&pending)?;
