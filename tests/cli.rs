@@ -143,7 +143,7 @@ fn help_explains_every_option_of_every_command() {
     let commands: [(&str, Vec<&str>); 8] = [
         ("run", [&run[..], &run_output, &sampling, &engine].concat()),
         ("chat", [&chat[..], &sampling, &engine].concat()),
-        ("info", vec!["--context", "--kv", "--json"]),
+        ("info", vec!["--context", "--kv", "--cache-bytes", "--json"]),
         ("verify", vec!["--scan"]),
         ("cache", vec!["--verify", "--json"]),
         ("eval", [&eval[..], &engine].concat()),

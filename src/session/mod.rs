@@ -416,9 +416,12 @@ impl Session {
 
     /// Remembers this place, to come back to.
     fn set_mark(&mut self) {
-        // without its logits it is still a place to compute from
-        let logits = alloc::copied("logits", &self.logits).unwrap_or_default().into();
-        let checkpoint = Checkpoint { state: self.cache.checkpoint(), logits };
+        // without its logits it is still a place to compute from, so a refusal is no error
+        let mut logits = Vec::new();
+        if logits.try_reserve_exact(self.logits.len()).is_ok() {
+            logits.extend_from_slice(&self.logits);
+        }
+        let checkpoint = Checkpoint { state: self.cache.checkpoint(), logits: logits.into() };
         self.mark = Some(Arc::new(Mark::new(self.engine.cache(), checkpoint)));
     }
 
