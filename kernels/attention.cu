@@ -3,16 +3,18 @@
 //
 // A block takes HEADS heads of one query and walks over tiles of KEYS rows: first the window, oldest first, then the
 // entries; a tile never mixes them. Rows are read from their pages as stored, the next tile's into registers while this
-// one is used, and decoded to bfloat16 in shared memory. 8 warps: scores are split over heads and keys, the output over
-// its 512 columns (64 a warp, all heads), so HEADS * 512 accumulators lie in registers.
+// one is used, and decoded to bfloat16 in shared memory. Scores are split over the warps by heads and keys, the output by
+// its 512 columns (all heads), so HEADS * 512 accumulators lie in registers.
+//
+// Blocks of 16 and of 64 heads have tiles of the same keys and the same order of sums: the same bits.
 //
 // attend_*: one block a query and head block, all tiles in order (prefill). attend_split_*: tiles are cut into at most
 // MAX_SPLITS runs, by the number of tiles alone, and `attend_join` adds the runs in order (decode).
-// Grid (head blocks, rows, runs). Shared memory: attention_bytes. Portable; 64 heads need more than 99 KB a block.
+// Grid (head blocks, rows, runs). Shared memory: attention_bytes. Portable; 64 heads need 157 KB a block.
 #include "rows.cuh"
 
 constexpr u32 MAX_SPLITS = 32;
-constexpr u32 RUN_KEYS = 64;  // fewest of a run
+constexpr u32 RUN_KEYS = 128;  // fewest of a run
 
 struct AttentionParams {
   const u16* q;               // [rows, heads, 512] bf16
@@ -35,7 +37,7 @@ struct AttentionParams {
   u32 quantise;
 };
 
-template <int HEADS, int KEYS>
+template <int HEADS, int KEYS, int WARPS>
 struct Shape {
   static constexpr int PITCH = HEAD_DIM + 8;  // of q and keys, in values: 8 rows hit all banks
   static constexpr int S_PITCH = KEYS + 4, P_PITCH = KEYS + 8;
@@ -75,13 +77,16 @@ __device__ __forceinline__ uint4 decode8(u64 codes, u32 scale) {
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
-template <int HEADS, int KEYS, bool SPLIT>
+template <int HEADS, int KEYS, int WARPS, bool SPLIT>
 __device__ __forceinline__ void attend(const AttentionParams& p) {
-  using L = Shape<HEADS, KEYS>;
-  constexpr int PER_KEY = 256 / KEYS;           // threads that load one row
+  using L = Shape<HEADS, KEYS, WARPS>;
+  constexpr int THREADS = WARPS * 32;
+  constexpr int PER_KEY = THREADS / KEYS;                    // threads that load one row
   constexpr int CODES = 56 / PER_KEY, ROPES = 16 / PER_KEY;  // 8-byte pieces of a thread
-  constexpr int ROW_TILES = HEADS / 16, SCORE_TILES = ROW_TILES * (KEYS / 8) / 8;
-  constexpr int PER_HEAD = 256 / HEADS, SHARE = KEYS / PER_HEAD;  // softmax: threads of a head, keys of a thread
+  constexpr int ROW_TILES = HEADS / 16, SCORE_TILES = ROW_TILES * (KEYS / 8) / WARPS;
+  constexpr int PER_HEAD = THREADS / HEADS, SHARE = KEYS / PER_HEAD;  // softmax: threads of a head, keys of a thread
+  constexpr int COLUMNS = HEAD_DIM / WARPS, COLUMN_TILES = COLUMNS / 8;
+  constexpr int BLOCK_WARPS = ACT_BLOCK / COLUMNS;  // warps that share a block of the E4M3 output
   extern __shared__ __align__(128) u8 shared[];
   u16* const keys = reinterpret_cast<u16*>(shared + L::K);
   float* const scores = reinterpret_cast<float*>(shared + L::S);
@@ -132,7 +137,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
   };
 
   load(begin);
-  for (int i = thread; i < HEADS * HEAD_DIM / 8; i += 256) {
+  for (int i = thread; i < HEADS * HEAD_DIM / 8; i += THREADS) {
     const u32 head = i / (HEAD_DIM / 8), c = i % (HEAD_DIM / 8);
     uint4 v = make_uint4(0, 0, 0, 0);
     if (first_head + head < p.heads)
@@ -146,10 +151,10 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
   const int b_key = SCORE_TILES == 2 ? lane % 8 + lane / 16 * 8 : lane % 8;
   const int b_column = SCORE_TILES == 2 ? lane / 8 % 2 * 8 : lane / 8 * 8;
   const u32 k_address = shared_address(keys) + ((score_key + b_key) * L::PITCH + b_column) * 2;
-  const u32 v_address = shared_address(keys) + (lane % 16 * L::PITCH + warp * 64 + lane / 16 * 8) * 2;
+  const u32 v_address = shared_address(keys) + (lane % 16 * L::PITCH + warp * COLUMNS + lane / 16 * 8) * 2;
   const u32 p_address = shared_address(probabilities) + (lane % 16 * L::P_PITCH + lane / 16 * 8) * 2;
 
-  float out[ROW_TILES][8][4] = {};
+  float out[ROW_TILES][COLUMN_TILES][4] = {};
   float top = MINUS_INF, sum = 0.0f;  // of head thread / PER_HEAD
   for (u32 tile = begin; tile < end; tile++) {
     __syncthreads();
@@ -158,18 +163,18 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
     if (tile + 1 < end) load(tile + 1);
 
     float part[SCORE_TILES][4] = {};
-#pragma unroll 4
+#pragma unroll 2
     for (int step = 0; step < HEAD_DIM / 16; step += 2) {
       u32 a[2][4], b[2][4];
-#pragma unroll
-      for (int i = 0; i < 2; i++) load_matrices(a[i], q_address + (step + i) * 32);
+      load_matrices(a[0], q_address + step * 32);
+      load_matrices(a[1], q_address + (step + 1) * 32);
       load_matrices(b[0], k_address + step * 32);
       if constexpr (SCORE_TILES == 2) {
         load_matrices(b[1], k_address + (step + 1) * 32);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          mma(part[0], a[i], b[i][0], b[i][1]);
-          mma(part[SCORE_TILES - 1], a[i], b[i][2], b[i][3]);
+        for (int j = 0; j < 2; j++) {
+          mma(part[0], a[j], b[j][0], b[j][1]);
+          mma(part[SCORE_TILES - 1], a[j], b[j][2], b[j][3]);
         }
       } else {
         mma(part[0], a[0], b[0][0], b[0][1]);
@@ -201,10 +206,14 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
         highest = other > highest ? other : highest;
       }
       const float fade = expf(top - highest);
-      float mine = 0.0f;
 #pragma unroll
-      for (int i = 0; i < SHARE; i++) mine += v[i] = expf(v[i] - highest);
-      sum = sum * fade + warp_sum<PER_HEAD>(mine);
+      for (int i = 0; i < SHARE; i++) v[i] = expf(v[i] - highest);
+      // four keys, then pairs of neighbours: one order, however many threads share a head
+      float mine = (v[0] + v[1]) + (v[2] + v[3]);
+      if constexpr (SHARE == 8) mine += (v[4] + v[5]) + (v[6] + v[7]);
+#pragma unroll
+      for (int step = 1; step < PER_HEAD; step *= 2) mine += __shfl_xor_sync(ALL, mine, step);
+      sum = sum * fade + mine;
       top = highest;
 #pragma unroll
       for (int i = 0; i < SHARE; i += 2)
@@ -217,7 +226,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
     for (int m = 0; m < ROW_TILES; m++) {
       const float low = fades[m * 16 + lane / 4], high = fades[m * 16 + lane / 4 + 8];
 #pragma unroll
-      for (int n = 0; n < 8; n++) {
+      for (int n = 0; n < COLUMN_TILES; n++) {
         out[m][n][0] *= low;
         out[m][n][1] *= low;
         out[m][n][2] *= high;
@@ -230,7 +239,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
 #pragma unroll
       for (int m = 0; m < ROW_TILES; m++) load_matrices(a[m], p_address + (m * 16 * L::P_PITCH + step * 16) * 2);
 #pragma unroll
-      for (int n = 0; n < 8; n += 2) {
+      for (int n = 0; n < COLUMN_TILES; n += 2) {
         u32 b[4];
         load_matrices_transposed(b, v_address + (step * 16 * L::PITCH + n * 8) * 2);
 #pragma unroll
@@ -252,9 +261,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
       for (int half = 0; half < 2; half++) {
         const u32 head = m * 16 + lane / 4 + half * 8;
         if (first_head + head >= p.heads) continue;
-        float* to = p.part_out + (run + head) * HEAD_DIM + warp * 64 + quad * 2;
+        float* to = p.part_out + (run + head) * HEAD_DIM + warp * COLUMNS + quad * 2;
 #pragma unroll
-        for (int n = 0; n < 8; n++)
+        for (int n = 0; n < COLUMN_TILES; n++)
           *reinterpret_cast<float2*>(to + n * 8) = make_float2(out[m][n][half * 2], out[m][n][half * 2 + 1]);
       }
     return;
@@ -268,7 +277,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
     if (thread % PER_HEAD == 0) fades[head] = sum + expf(sink - top);
   }
   __syncthreads();
-  float* const magnitudes = scores;  // [HEADS, 8 warps]
+  float* const magnitudes = scores;  // [HEADS, WARPS]
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
@@ -277,10 +286,10 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
       const float total = fades[head];
       u32 bits = 0;
 #pragma unroll
-      for (int n = 0; n < 8; n++) {
+      for (int n = 0; n < COLUMN_TILES; n++) {
         float a = round_bf16(out[m][n][half * 2] / total), b = round_bf16(out[m][n][half * 2 + 1] / total);
-        if (warp == 7) {
-          float2 turn = p.turns[u64(row) * (ROPE_DIM / 2) + n * 4 + quad];
+        if (warp * COLUMNS >= NOPE_DIM) {
+          float2 turn = p.turns[u64(row) * (ROPE_DIM / 2) + (warp * COLUMNS - NOPE_DIM) / 2 + n * 4 + quad];
           turn.y = -turn.y;
           rotate(turn, a, b);
         }
@@ -289,7 +298,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
         out[m][n][half * 2 + 1] = b;
       }
       bits = warp_max<4>(bits);
-      if (quad == 0) magnitudes[head * 8 + warp] = __uint_as_float(bits);
+      if (quad == 0) magnitudes[head * WARPS + warp] = __uint_as_float(bits);
     }
   __syncthreads();
 #pragma unroll
@@ -297,20 +306,23 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int head = m * 16 + lane / 4 + half * 8;
-      const u32 both = max(__float_as_uint(magnitudes[head * 8 + (warp & ~1)]), __float_as_uint(magnitudes[head * 8 + (warp | 1)]));
-      const float scale = e4m3_scale(__uint_as_float(both)), inverse = 1.0f / scale;
+      u32 bits = 0;
 #pragma unroll
-      for (int n = 0; n < 8; n++) {
+      for (int w = 0; w < BLOCK_WARPS; w++)
+        bits = max(bits, __float_as_uint(magnitudes[head * WARPS + warp / BLOCK_WARPS * BLOCK_WARPS + w]));
+      const float scale = e4m3_scale(__uint_as_float(bits)), inverse = 1.0f / scale;
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) {
         float v[2] = {out[m][n][half * 2], out[m][n][half * 2 + 1]};
         if (p.quantise) {
 #pragma unroll
           for (int i = 0; i < 2; i++) v[i] = scale != scale ? scale : round_e4m3(clamp_to(v[i] * inverse, 448.0f)) * scale;
         }
-        *reinterpret_cast<u32*>(shared + L::Q + (head * L::PITCH + warp * 64 + n * 8 + quad * 2) * 2) = bf16_pair(v[0], v[1]);
+        *reinterpret_cast<u32*>(shared + L::Q + (head * L::PITCH + warp * COLUMNS + n * 8 + quad * 2) * 2) = bf16_pair(v[0], v[1]);
       }
     }
   __syncthreads();
-  for (int i = thread; i < HEADS * HEAD_DIM / 8; i += 256) {
+  for (int i = thread; i < HEADS * HEAD_DIM / 8; i += THREADS) {
     const u32 head = i / (HEAD_DIM / 8), c = i % (HEAD_DIM / 8);
     if (first_head + head < p.heads)
       reinterpret_cast<uint4*>(p.out + (u64(row) * p.heads + first_head + head) * HEAD_DIM)[c] =
@@ -318,16 +330,17 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
   }
 }
 
-#define ATTEND(name, heads, keys, split) \
-  extern "C" __global__ void __launch_bounds__(256, 1) name(const __grid_constant__ AttentionParams p) { \
-    attend<heads, keys, split>(p); \
+#define ATTEND(name, heads, keys, warps, blocks, split) \
+  extern "C" __global__ void __launch_bounds__(warps * 32, blocks) name(const __grid_constant__ AttentionParams p) { \
+    wait_for_inputs(); \
+    attend<heads, keys, warps, split>(p); \
   }
-ATTEND(attend_16, 16, 64, false)
-ATTEND(attend_32, 32, 32, false)
-ATTEND(attend_64, 64, 32, false)
-ATTEND(attend_split_16, 16, 64, true)
-ATTEND(attend_split_32, 32, 32, true)
-ATTEND(attend_split_64, 64, 32, true)
+ATTEND(attend_16, 16, 64, 8, 2, false)
+ATTEND(attend_32, 32, 32, 8, 1, false)
+ATTEND(attend_64, 64, 64, 16, 1, false)
+ATTEND(attend_split_16, 16, 64, 8, 2, true)
+ATTEND(attend_split_32, 32, 32, 8, 1, true)
+ATTEND(attend_split_64, 64, 64, 16, 1, true)
 
 struct JoinParams {
   AttentionParams attention;
@@ -336,6 +349,7 @@ struct JoinParams {
 
 // grid (heads, rows), 128 threads of 4 columns
 extern "C" __global__ void __launch_bounds__(128) attend_join(const __grid_constant__ JoinParams j) {
+  wait_for_inputs();
   const AttentionParams& p = j.attention;
   const u32 head = blockIdx.x, row = blockIdx.y, thread = threadIdx.x;
   const Sequence s = p.sequences[p.sequence[row]];

@@ -26,6 +26,15 @@ constexpr int NARROW_ROWS = 2;   // rows of a narrow page
 constexpr int ACT_BLOCK = 128;   // values per E4M3 scale of a linear's input
 constexpr int STREAMS = 4;       // residual streams
 
+// Kernels are launched before the one in front has ended, where the device can (sm_90 and newer). Nothing that another
+// kernel of the stream writes may be read, and nothing written, before this returns; weights may be asked for earlier.
+__device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- bfloat16 ----
 
 __device__ __forceinline__ float bf16_value(u16 bits) { return __uint_as_float(u32(bits) << 16); }

@@ -64,6 +64,20 @@ __device__ __forceinline__ void finish(const CompressParams& p, float (&v)[DIM /
   }
 }
 
+// A compressor's state runs over the pages of its bucket in order; their addresses are looked up once a block.
+template <u32 PAGE_BYTES, u32 FLOATS>
+struct State {
+  static constexpr u32 PER_PAGE = PAGE_BYTES / 4, PAGES = (FLOATS + PER_PAGE - 1) / PER_PAGE;
+  u8* pages[PAGES];
+
+  __device__ __forceinline__ void open(const Pages& table, u32 sequence) {
+    if (threadIdx.x < PAGES) pages[threadIdx.x] = table.page(sequence, threadIdx.x);
+  }
+  __device__ __forceinline__ float& operator[](u32 i) const {
+    return reinterpret_cast<float*>(pages[i / PER_PAGE])[i % PER_PAGE];
+  }
+};
+
 // State of ratio 4, in this order: first halves of the previous group (u, g), both halves of the current one (u, g).
 template <int DIM>
 struct State4 {
@@ -75,6 +89,8 @@ template <int DIM>
 __device__ __forceinline__ void compress4(const CompressParams& p) {
   constexpr int CH = DIM / THREADS, WIDTH = 2 * DIM;
   const u32 first_channel = threadIdx.x * CH;
+  constexpr u32 PAGE_BYTES = PAGE_ROWS * (DIM == HEAD_DIM ? ROW_BYTES : KEY_BYTES);
+  __shared__ State<PAGE_BYTES, 24 * DIM> state, fresh;
   // value and gate of column c of the token at position q, which is in the step
   auto take = [&](const Sequence& s, u32 q, u32 c, float& u, float& g) {
     const u64 at = u64(s.first_row + q - s.start) * WIDTH + c;
@@ -85,7 +101,10 @@ __device__ __forceinline__ void compress4(const CompressParams& p) {
   if (blockIdx.y > 0) {  // slot of the new state
     const u32 index = blockIdx.x, slot = blockIdx.y - 1;
     if (index >= p.count) return;
+    state.open(p.state, index);
+    fresh.open(p.fresh, index);
     const Sequence s = p.sequences[index];
+    __syncthreads();
     const u32 end = s.start + s.rows;
     const u32 back = (end + 3 - slot) % 4;  // tokens from the last one of this slot to the last one of all
     const bool fresh_current = back < s.rows;
@@ -101,23 +120,23 @@ __device__ __forceinline__ void compress4(const CompressParams& p) {
         if (fresh_current) {
           take(s, end - 1 - back, at, u, g);
         } else {
-          u = *p.state.value(index, State4<DIM>::current(0, slot, at));
-          g = *p.state.value(index, State4<DIM>::current(1, slot, at));
+          u = state[State4<DIM>::current(0, slot, at)];
+          g = state[State4<DIM>::current(1, slot, at)];
         }
-        *p.fresh.value(index, State4<DIM>::current(0, slot, at)) = u;
-        *p.fresh.value(index, State4<DIM>::current(1, slot, at)) = g;
+        fresh[State4<DIM>::current(0, slot, at)] = u;
+        fresh[State4<DIM>::current(1, slot, at)] = g;
       }
       if (!moves) {
-        u = *p.state.value(index, State4<DIM>::previous(0, slot, c));
-        g = *p.state.value(index, State4<DIM>::previous(1, slot, c));
+        u = state[State4<DIM>::previous(0, slot, c)];
+        g = state[State4<DIM>::previous(1, slot, c)];
       } else if (group >= s.start) {
         take(s, group, c, u, g);
       } else {
-        u = *p.state.value(index, State4<DIM>::current(0, slot, c));
-        g = *p.state.value(index, State4<DIM>::current(1, slot, c));
+        u = state[State4<DIM>::current(0, slot, c)];
+        g = state[State4<DIM>::current(1, slot, c)];
       }
-      *p.fresh.value(index, State4<DIM>::previous(0, slot, c)) = u;
-      *p.fresh.value(index, State4<DIM>::previous(1, slot, c)) = g;
+      fresh[State4<DIM>::previous(0, slot, c)] = u;
+      fresh[State4<DIM>::previous(1, slot, c)] = g;
     }
     return;
   }
@@ -126,6 +145,8 @@ __device__ __forceinline__ void compress4(const CompressParams& p) {
   const Sequence s = p.sequences[index];
   const u32 position = s.start + row - s.first_row;
   if (position % 4 != 3) return;
+  state.open(p.state, index);
+  __syncthreads();
   const u32 entry = position / 4, before = s.start / 4;
   float pooled[CH];
 #pragma unroll
@@ -138,17 +159,17 @@ __device__ __forceinline__ void compress4(const CompressParams& p) {
       if (entry > before && q >= s.start) {
         take(s, q, c, u[slot], g[slot]);
       } else if (entry > before) {
-        u[slot] = *p.state.value(index, State4<DIM>::current(0, slot, c));
-        g[slot] = *p.state.value(index, State4<DIM>::current(1, slot, c));
+        u[slot] = state[State4<DIM>::current(0, slot, c)];
+        g[slot] = state[State4<DIM>::current(1, slot, c)];
       } else {
-        u[slot] = *p.state.value(index, State4<DIM>::previous(0, slot, c));
-        g[slot] = *p.state.value(index, State4<DIM>::previous(1, slot, c));
+        u[slot] = state[State4<DIM>::previous(0, slot, c)];
+        g[slot] = state[State4<DIM>::previous(1, slot, c)];
       }
       if (entry * 4 + slot >= s.start) {
         take(s, entry * 4 + slot, DIM + c, u[4 + slot], g[4 + slot]);
       } else {
-        u[4 + slot] = *p.state.value(index, State4<DIM>::current(0, slot, DIM + c));
-        g[4 + slot] = *p.state.value(index, State4<DIM>::current(1, slot, DIM + c));
+        u[4 + slot] = state[State4<DIM>::current(0, slot, DIM + c)];
+        g[4 + slot] = state[State4<DIM>::current(1, slot, DIM + c)];
       }
     }
     float top = MINUS_INF, sum = 0.0f, acc = 0.0f;
@@ -167,30 +188,37 @@ __device__ __forceinline__ void compress4(const CompressParams& p) {
 }
 
 // grid (max(rows, sequences), 5)
-extern "C" __global__ void __launch_bounds__(THREADS) compress4_main(const __grid_constant__ CompressParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) compress4_main(const __grid_constant__ CompressParams p) {
+  wait_for_inputs();
   compress4<HEAD_DIM>(p);
 }
-extern "C" __global__ void __launch_bounds__(THREADS) compress4_index(const __grid_constant__ CompressParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) compress4_index(const __grid_constant__ CompressParams p) {
+  wait_for_inputs();
   compress4<INDEX_DIM>(p);
 }
 
 // grid rows
-extern "C" __global__ void __launch_bounds__(THREADS) compress128(const __grid_constant__ CompressParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) compress128(const __grid_constant__ CompressParams p) {
+  wait_for_inputs();
   constexpr int DIM = HEAD_DIM, CH = DIM / THREADS, RATIO = 128;
   const u32 row = blockIdx.x, index = p.sequence[row];
   const Sequence s = p.sequences[index];
   const u32 position = s.start + row - s.first_row;
   const bool is_last = row + 1 == s.first_row + s.rows, completes = position % RATIO == RATIO - 1;
   if (!is_last && !completes) return;
+  __shared__ State<NARROW_ROWS * ROW_BYTES, 3 * DIM> state, fresh;
+  state.open(p.state, index);
+  fresh.open(p.fresh, index);
+  __syncthreads();
   const u32 c = threadIdx.x * CH;
   float top[CH], sum[CH], acc[CH];
   const u32 group = position / RATIO * RATIO;
   const bool goes_on = group < s.start;
 #pragma unroll
   for (int i = 0; i < CH; i++) {
-    top[i] = goes_on ? *p.state.value(index, c + i) : MINUS_INF;
-    sum[i] = goes_on ? *p.state.value(index, DIM + c + i) : 0.0f;
-    acc[i] = goes_on ? *p.state.value(index, 2 * DIM + c + i) : 0.0f;
+    top[i] = goes_on ? state[c + i] : MINUS_INF;
+    sum[i] = goes_on ? state[DIM + c + i] : 0.0f;
+    acc[i] = goes_on ? state[2 * DIM + c + i] : 0.0f;
   }
 #pragma unroll 4
   for (u32 q = goes_on ? s.start : group; q <= position; q++) {
@@ -211,9 +239,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) compress128(const __grid_c
   if (is_last) {
 #pragma unroll
     for (int i = 0; i < CH; i++) {
-      *p.fresh.value(index, c + i) = completes ? MINUS_INF : top[i];
-      *p.fresh.value(index, DIM + c + i) = completes ? 0.0f : sum[i];
-      *p.fresh.value(index, 2 * DIM + c + i) = completes ? 0.0f : acc[i];
+      fresh[c + i] = completes ? MINUS_INF : top[i];
+      fresh[DIM + c + i] = completes ? 0.0f : sum[i];
+      fresh[2 * DIM + c + i] = completes ? 0.0f : acc[i];
     }
   }
   if (!completes) return;

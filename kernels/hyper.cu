@@ -48,6 +48,22 @@ __device__ __forceinline__ void project(const ProjectParams& p) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const u32 first = blockIdx.y * TOKENS, column = blockIdx.x * COLUMNS;
 
+  // the basis is asked for first; each warp takes 64 of the 512 values, rows of tiles (0, low), (0, high), (1, low)
+  float4 basis[4][3];
+#pragma unroll
+  for (int step = 0; step < 4; step++) {
+    const int k = warp * 64 + step * 16;  // within one stream
+    const u64 at = u64(k / COLUMNS) * p.width + column + k % COLUMNS + lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      const u32 row = i * 8 + lane / 4;
+      basis[step][i] = make_float4(0, 0, 0, 0);
+      if (row < p.outputs) basis[step][i] = *reinterpret_cast<const float4*>(p.basis + u64(row) * STREAMS * p.width + at);
+    }
+  }
+
+  wait_for_inputs();
+
   // new streams of 8 columns a thread and step; 16 lanes share a token
   for (int i = thread; i < TOKENS * COLUMNS / 8; i += 256) {
     const int t = i / 16, c = i % 16 * 8;
@@ -95,23 +111,17 @@ __device__ __forceinline__ void project(const ProjectParams& p) {
   }
   __syncthreads();
 
-  // each warp: 64 of the 512 values; basis rows as operand A (two tiles of 16), tokens as B
+  // basis rows as operand A (two tiles of 16, of which the last 8 rows are empty), tokens as B
   float acc[2][TILES][4] = {};
 #pragma unroll
   for (int step = 0; step < 4; step++) {
-    const int k = warp * 64 + step * 16;  // within one stream
-    const u64 at = u64(k / COLUMNS) * p.width + column + k % COLUMNS + lane % 4 * 4;
-    u32 parts[2][4][3];
+    const int k = warp * 64 + step * 16;
+    u32 parts[2][4][3] = {};
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 row = i * 16 + half * 8 + lane / 4;
-        float4 w = make_float4(0, 0, 0, 0);
-        if (row < p.outputs) w = *reinterpret_cast<const float4*>(p.basis + u64(row) * STREAMS * p.width + at);
-        three_parts(w.x, w.y, parts[i][half]);
-        three_parts(w.z, w.w, parts[i][half + 2]);
-      }
+    for (int i = 0; i < 3; i++) {
+      three_parts(basis[step][i].x, basis[step][i].y, parts[i / 2][i % 2]);
+      three_parts(basis[step][i].z, basis[step][i].w, parts[i / 2][i % 2 + 2]);
+    }
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       const uint2 b = *reinterpret_cast<const uint2*>(&streams[t * 8 + lane / 4][k + lane % 4 * 4]);
@@ -147,8 +157,12 @@ __device__ __forceinline__ void project(const ProjectParams& p) {
 }
 
 // grid (width / 128, ceil(tokens / 8)) and (width / 128, ceil(tokens / 16))
-extern "C" __global__ void __launch_bounds__(256) hyper_project8(const __grid_constant__ ProjectParams p) { project<1>(p); }
-extern "C" __global__ void __launch_bounds__(256) hyper_project16(const __grid_constant__ ProjectParams p) { project<2>(p); }
+extern "C" __global__ void __launch_bounds__(256) hyper_project8(const __grid_constant__ ProjectParams p) {
+  project<1>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) hyper_project16(const __grid_constant__ ProjectParams p) {
+  project<2>(p);
+}
 
 struct FinishParams {
   const u16* x;         // [.., STREAMS, width] bf16, the streams
@@ -199,6 +213,7 @@ __device__ __forceinline__ void sinkhorn(float (&c)[STREAMS][STREAMS], u32 itera
 
 // grid tokens
 extern "C" __global__ void __launch_bounds__(256) hyper_finish(const __grid_constant__ FinishParams p) {
+  wait_for_inputs();
   constexpr int GROUPS = 4;
   __shared__ float m[32];
   __shared__ float pre[STREAMS];
@@ -206,10 +221,21 @@ extern "C" __global__ void __launch_bounds__(256) hyper_finish(const __grid_cons
   const u32 token = blockIdx.x, row = p.rows ? p.rows[token] : token, thread = threadIdx.x;
   const u32 blocks = p.width / COLUMNS;
   const bool is_head = !p.mixes;
+  // asked for before the coefficients are made
+  const u16* x = p.x + u64(row) * STREAMS * p.width;
+  uint4 streams[GROUPS][STREAMS];
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++) {
+      const u32 g = thread + i * 256;
+      if (g * 8 < p.width) streams[i][s] = reinterpret_cast<const uint4*>(x + u64(s) * p.width)[g];
+    }
   if (thread < 32) {
     float v = 0.0f;
-    if (thread < PARTS)
-      for (u32 b = 0; b < blocks; b++) v += p.parts[(u64(row) * blocks + b) * PARTS + thread];
+    const float* parts = p.parts + u64(row) * blocks * PARTS + min(thread, u32(PARTS - 1));
+#pragma unroll 16
+    for (u32 b = 0; b < blocks; b++) v += parts[b * PARTS];
     const float squares = __shfl_sync(ALL, v, OUTPUTS);
     m[thread] = v * (1.0f / sqrtf(squares / float(STREAMS * p.width) + p.norm_eps));
     __syncwarp();
@@ -236,7 +262,6 @@ extern "C" __global__ void __launch_bounds__(256) hyper_finish(const __grid_cons
   }
   __syncthreads();
 
-  const u16* x = p.x + u64(row) * STREAMS * p.width;
   float v[GROUPS][8] = {};
   float squares = 0.0f;
 #pragma unroll
@@ -246,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(256) hyper_finish(const __grid_cons
 #pragma unroll
     for (int s = 0; s < STREAMS; s++) {
       float stream[8];
-      unpack8(reinterpret_cast<const uint4*>(x + u64(s) * p.width)[g], stream);
+      unpack8(streams[i][s], stream);
 #pragma unroll
       for (int j = 0; j < 8; j++) v[i][j] += pre[s] * stream[j];
     }

@@ -3,8 +3,9 @@
 // index_query: rotation, Hadamard and E2M1 rounding of the queries in place, and the head weights' factor; a warp a head.
 // index_scores: a block takes 256 keys of one sequence and up to 16 of its rows. A warp decodes 32 keys once, to operand
 // A, and keeps them in registers while the rows' queries pass through shared memory.
-// top_k: a block a row. Three radix passes find the k-th highest value, a fourth writes the chosen entries in ascending
-// order; equal values go to the lower entry, so the result depends on the scores alone. Portable.
+// top_k: a block takes 16384 values of a row into shared memory, finds the k-th highest in three radix passes, and writes
+// the chosen entries in ascending order; equal values go to the lower entry. Longer rows leave candidates, from which
+// top_k_merge chooses in the same way: the result is exact and depends on the scores alone. Portable.
 #include "product.cuh"
 #include "rows.cuh"
 
@@ -19,6 +20,7 @@ struct IndexQueryParams {
 
 // grid (ceil(heads / 8), rows)
 extern "C" __global__ void __launch_bounds__(256) index_query(const __grid_constant__ IndexQueryParams p) {
+  wait_for_inputs();
   const u32 head = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (head >= p.heads) return;
   const u64 at = u64(blockIdx.y) * p.heads + head;
@@ -60,6 +62,7 @@ constexpr int SCORE_KEYS = 256;
 
 // grid (ceil(most visible keys / 256), groups); shared memory 2 * heads * 256 bytes
 extern "C" __global__ void __launch_bounds__(256) index_scores(const __grid_constant__ ScoreParams p) {
+  wait_for_inputs();
   extern __shared__ __align__(128) u8 shared[];
   const Group group = p.groups[blockIdx.y];
   const u32 visible = (group.position + group.rows) / 4;  // of the last row
@@ -151,47 +154,53 @@ struct TopKParams {
   const u32* positions;  // [rows]: row r has (positions[r] + 1) / ratio values; or null: all have `count`
   u32* ids;              // [rows, k], ascending; only the first counts[r] are written
   u32* counts;           // [rows]
+  float* part_scores;    // [rows, chunks * k] candidates; used with more than one chunk
+  u32* part_ids;         // [rows, chunks * k]
   u32 pitch;
   u32 ratio;
   u32 count;
   u32 k;
+  u32 chunks;
 };
 
-// orders like the value; NaN and minus infinity are equally low
+constexpr u32 CHUNK = 16384, SELECT_THREADS = 1024, PER_THREAD = CHUNK / SELECT_THREADS;
+
+// orders like the value; NaN and minus infinity are equally low, and above 0
 __device__ __forceinline__ u32 rank_of(float v) {
   if (v != v) v = MINUS_INF;
   const u32 bits = __float_as_uint(v + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// grid rows
-extern "C" __global__ void __launch_bounds__(1024) top_k(const __grid_constant__ TopKParams p) {
+// place of value i in shared memory: a thread's 16 neighbours then lie in different banks than those of others
+__device__ __forceinline__ u32 place_of(u32 i) { return i ^ (i >> 4 & 15); }
+
+// Calls emit(n, i) for the n-th chosen of the values i < count; those above the k-th and the first equal ones.
+template <class Value, class Emit>
+__device__ __forceinline__ void select(u32 count, u32 k, u32* ranks, Value value, Emit emit) {
   constexpr u32 BINS = 2048;
   __shared__ u32 histogram[BINS];
   __shared__ u32 warp_totals[32];
   __shared__ u32 found[2];  // bin, values wanted within it
   const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const u64 row = blockIdx.x;
-  const u32 n = p.positions ? (p.positions[row] + 1) / p.ratio : p.count;
-  const float* scores = p.scores + row * p.pitch;
-  u32* ids = p.ids + row * p.k;
-  if (n <= p.k) {
-    for (u32 i = thread; i < n; i += 1024) ids[i] = i;
-    if (thread == 0) p.counts[row] = n;
-    return;
+#pragma unroll
+  for (u32 n = 0; n < PER_THREAD; n++) {
+    const u32 i = n * SELECT_THREADS + thread;
+    ranks[place_of(i)] = i < count ? rank_of(value(i)) : 0;
   }
-
-  // digits of 11, 11 and 10 bits, highest first; the values of the digits before are fixed in `prefix`
-  u32 prefix = 0, wanted = p.k;
+  // digits of 11, 11 and 10 bits, highest first; those found stand in `prefix`
+  u32 prefix = 0, wanted = k;
 #pragma unroll
   for (int pass = 0; pass < 3; pass++) {
     const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
     const u32 mask = pass == 2 ? 1023 : 2047;
-    for (u32 i = thread; i < BINS; i += 1024) histogram[i] = 0;
+    histogram[thread] = 0;
+    histogram[thread + SELECT_THREADS] = 0;
     __syncthreads();
-    for (u32 i = thread; i < n; i += 1024) {
-      const u32 r = rank_of(scores[i]);
-      const bool fits = pass == 0 || (pass == 1 ? (r ^ prefix) >> 21 : (r ^ prefix) >> 10) == 0;
+#pragma unroll
+    for (u32 n = 0; n < PER_THREAD; n++) {
+      const u32 r = ranks[n * SELECT_THREADS + thread];  // in any order
+      const bool fits = pass == 0 ? r > 0 : (pass == 1 ? (r ^ prefix) >> 21 : (r ^ prefix) >> 10) == 0;
       if (fits) atomicAdd(&histogram[(r >> shift) & mask], 1u);
     }
     __syncthreads();
@@ -199,9 +208,9 @@ extern "C" __global__ void __launch_bounds__(1024) top_k(const __grid_constant__
     const u32 high = histogram[BINS - 1 - 2 * thread], low = histogram[BINS - 2 - 2 * thread];
     u32 running = high + low;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
+    for (u32 step = 1; step < 32; step *= 2) {
       const u32 other = __shfl_up_sync(ALL, running, step);
-      if (lane >= u32(step)) running += other;
+      if (lane >= step) running += other;
     }
     if (lane == 31) warp_totals[warp] = running;
     __syncthreads();
@@ -219,32 +228,77 @@ extern "C" __global__ void __launch_bounds__(1024) top_k(const __grid_constant__
     wanted = found[1];
   }
 
-  // `wanted` of the values equal to `prefix`, the first ones, and all above
-  u32 written = 0, equals = 0;
-  for (u32 start = 0; start < n; start += 1024) {
-    const u32 i = start + thread;
-    const u32 r = i < n ? rank_of(scores[i]) : 0;
-    const bool is_above = i < n && r > prefix, is_equal = i < n && r == prefix;
-    // counts of both kinds side by side: at most 1024 each
-    const u32 above_votes = __ballot_sync(ALL, is_above), equal_votes = __ballot_sync(ALL, is_equal);
-    __syncthreads();
-    if (lane == 0) warp_totals[warp] = __popc(above_votes) | __popc(equal_votes) << 16;
-    __syncthreads();
-    u32 before = 0, all = 0;
-    for (u32 w = 0; w < 32; w++) {
-      if (w < warp) before += warp_totals[w];
-      all += warp_totals[w];
-    }
-    const u32 below = (1u << lane) - 1;
-    const u32 above_before = (before & 0xFFFF) + __popc(above_votes & below);
-    const u32 equal_before = equals + (before >> 16) + __popc(equal_votes & below);
-    const bool is_taken = is_above || (is_equal && equal_before < wanted);
-    const u32 at = written + above_before + min(equal_before, wanted) - min(equals, wanted);
-    if (is_taken) ids[at] = i;
-    written += (all & 0xFFFF) + min(equals + (all >> 16), wanted) - min(equals, wanted);
-    equals += all >> 16;
+  // a thread's 16 neighbours: how many are above and equal, then where its own go
+  const u32 first = thread * PER_THREAD;
+  u32 mine = 0;  // above in the lower half, equal in the upper: at most 16384 each
+#pragma unroll
+  for (u32 n = 0; n < PER_THREAD; n++) {
+    const u32 r = ranks[place_of(first + n)];
+    mine += r > prefix ? 1u : r == prefix ? 1u << 16 : 0u;
   }
-  if (thread == 0) p.counts[row] = p.k;
+  u32 running = mine;
+#pragma unroll
+  for (u32 step = 1; step < 32; step *= 2) {
+    const u32 other = __shfl_up_sync(ALL, running, step);
+    if (lane >= step) running += other;
+  }
+  if (lane == 31) warp_totals[warp] = running;
+  __syncthreads();
+  for (u32 w = 0; w < warp; w++) running += warp_totals[w];
+  u32 above = (running - mine) & 0xFFFF, equal = (running - mine) >> 16;
+#pragma unroll
+  for (u32 n = 0; n < PER_THREAD; n++) {
+    const u32 r = ranks[place_of(first + n)];
+    if (r > prefix || (r == prefix && equal < wanted)) emit(above + min(equal, wanted), first + n);
+    above += r > prefix;
+    equal += r == prefix;
+  }
+}
+
+// grid (chunks, rows); shared memory 4 * CHUNK bytes
+extern "C" __global__ void __launch_bounds__(1024, 1) top_k(const __grid_constant__ TopKParams p) {
+  wait_for_inputs();
+  extern __shared__ u32 ranks[];
+  const u64 row = blockIdx.y;
+  const u32 n = p.positions ? (p.positions[row] + 1) / p.ratio : p.count;
+  const u32 first = blockIdx.x * CHUNK;
+  if (first > 0 && first >= n) return;
+  const u32 count = min(n - first, CHUNK), k = min(p.k, count);
+  const float* scores = p.scores + row * p.pitch + first;
+  const bool is_last_step = n <= CHUNK || n <= p.k;
+  u32* ids = is_last_step ? p.ids + row * p.k : p.part_ids + (row * p.chunks + blockIdx.x) * p.k;
+  float* values = p.part_scores + (row * p.chunks + blockIdx.x) * p.k;
+  if (is_last_step && blockIdx.x == 0 && threadIdx.x == 0) p.counts[row] = min(n, p.k);
+  if (count <= k) {  // all of them
+    for (u32 i = threadIdx.x; i < count; i += SELECT_THREADS) {
+      ids[is_last_step ? first + i : i] = first + i;
+      if (!is_last_step) values[i] = scores[i];
+    }
+    return;
+  }
+  auto value = [&](u32 i) { return scores[i]; };
+  select(count, k, ranks, value, [&](u32 at, u32 i) {
+    ids[at] = first + i;
+    if (!is_last_step) values[at] = scores[i];
+  });
+}
+
+// grid rows; shared memory 4 * CHUNK bytes
+extern "C" __global__ void __launch_bounds__(1024, 1) top_k_merge(const __grid_constant__ TopKParams p) {
+  wait_for_inputs();
+  extern __shared__ u32 ranks[];
+  const u64 row = blockIdx.x;
+  const u32 n = p.positions ? (p.positions[row] + 1) / p.ratio : p.count;
+  if (n <= CHUNK || n <= p.k) return;
+  const u32 chunks = (n + CHUNK - 1) / CHUNK;
+  // all chunks but the last are full, so their candidates stand side by side
+  const u32 count = (chunks - 1) * p.k + min(p.k, n - (chunks - 1) * CHUNK);
+  const float* scores = p.part_scores + row * p.chunks * p.k;
+  const u32* from = p.part_ids + row * p.chunks * p.k;
+  u32* ids = p.ids + row * p.k;
+  if (threadIdx.x == 0) p.counts[row] = p.k;
+  auto value = [&](u32 i) { return scores[i]; };
+  select(count, p.k, ranks, value, [&](u32 at, u32 i) { ids[at] = from[i]; });
 }
 
 struct ArgmaxParams {
@@ -256,6 +310,7 @@ struct ArgmaxParams {
 
 // grid rows
 extern "C" __global__ void __launch_bounds__(1024) argmax(const __grid_constant__ ArgmaxParams p) {
+  wait_for_inputs();
   __shared__ u64 best[32];
   __shared__ u32 bad;
   const float* logits = p.logits + u64(blockIdx.x) * p.count;

@@ -17,6 +17,7 @@ struct InsertParams {
 };
 
 extern "C" __global__ void __launch_bounds__(256) insert(const __grid_constant__ InsertParams p) {
+  wait_for_inputs();
   const u32 head = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   const u64 row = blockIdx.y;
   if (head > p.heads) return;
@@ -70,6 +71,7 @@ struct CommitParams {
 
 // The last `window` rows of each sequence into its ring. grid (window, sequences), 96 threads
 extern "C" __global__ void __launch_bounds__(96) window_commit(const __grid_constant__ CommitParams p) {
+  wait_for_inputs();
   const Sequence s = p.sequences[blockIdx.y];
   const u32 count = min(s.rows, p.window);
   if (blockIdx.x >= count || threadIdx.x >= ROW_BYTES / 8) return;

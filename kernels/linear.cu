@@ -1,6 +1,6 @@
 // Dense products: several matrices in one launch (those that share an input, or the groups of the output projection).
 //
-// few: up to 16 tokens, bound by the weights' bytes; grid = row tiles of all jobs, a block takes 16 to 128 rows.
+// few: up to 16 tokens, bound by the weights' bytes; grid = row tiles of all jobs, of 16 to 128 rows.
 // many: grid (row tiles of 128 of all jobs, token tiles of 64, slices or 1); with slices in the grid, the sums go to
 // `parts` and `join` adds them in order. Portable; shared memory: few [row tiles, slices, tokens, 16] floats, many
 // tiled_bytes of the widest format.
@@ -44,8 +44,8 @@ __device__ __forceinline__ void few(const LinearParams& p) {
   extern __shared__ float parts[];
   const Job& job = job_of(p, blockIdx.x);
   const Matrix& m = job.weight;
-  const u32 slices = (m.cols + SLICE - 1) / SLICE, tiles = 8 / slice_lanes(slices);
-  const u32 first_row = (blockIdx.x - job.first_tile) * tiles * 16;
+  const u32 slices = (m.cols + SLICE - 1) / SLICE, rows = 8 / slice_lanes(slices) * 16;
+  const u32 first_row = (blockIdx.x - job.first_tile) * rows;
   const u16* x[TILES];
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
@@ -53,22 +53,23 @@ __device__ __forceinline__ void few(const LinearParams& p) {
     x[t] = token < p.tokens ? job.x + u64(token) * job.x_stride : nullptr;
   }
   if (m.format <= E4M3_F32)
-    few_tokens<E4m3, TILES>(m, first_row, x, parts);
+    few_tokens<E4m3, TILES>(m, first_row, x, parts, [] { wait_for_inputs(); });
   else
-    few_tokens<Bf16, TILES>(m, first_row, x, parts);
+    few_tokens<Bf16, TILES>(m, first_row, x, parts, [] { wait_for_inputs(); });
   __syncthreads();
-  for (u32 i = threadIdx.x; i < tiles * TILES * 128; i += 256) {
-    const u32 row = i % (tiles * 16), token = i / (tiles * 16);
-    if (token >= p.tokens || first_row + row >= m.rows) continue;
-    const float* from = parts + u64(row / 16) * slices * TILES * 128 + token * 16 + row % 16;
+  for (u32 i = threadIdx.x; i < rows * p.tokens; i += 256) {
+    const u32 token = i / rows, row = first_row + i % rows;
+    if (row >= m.rows) continue;
+    const float* from = parts + u64(i % rows / 16) * slices * TILES * 128 + token * 16 + i % 16;
     float sum = 0.0f;
+#pragma unroll 8
     for (u32 s = 0; s < slices; s++) sum = __fadd_rn(sum, from[u64(s) * TILES * 128]);
-    store(job, token, first_row + row, sum);
+    store(job, token, row, sum);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) linear_few8(const __grid_constant__ LinearParams p) { few<1>(p); }
-extern "C" __global__ void __launch_bounds__(256) linear_few16(const __grid_constant__ LinearParams p) { few<2>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) linear_few8(const __grid_constant__ LinearParams p) { few<1>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) linear_few16(const __grid_constant__ LinearParams p) { few<2>(p); }
 
 template <class F>
 __device__ __forceinline__ void many(const LinearParams& p, const Job& job, u8* shared) {
@@ -77,14 +78,9 @@ __device__ __forceinline__ void many(const LinearParams& p, const Job& job, u8* 
   const u32 slices = (m.cols + SLICE - 1) / SLICE;
   const bool split = gridDim.z > 1;
   if (split && blockIdx.z >= slices) return;
-  const u16* x[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 token = first_token + threadIdx.x / 16 + 16 * i;
-    x[i] = token < p.tokens ? job.x + u64(token) * job.x_stride : nullptr;
-  }
+  const u32 token = first_token + threadIdx.x % TILE_TOKENS, x_row = token < p.tokens ? token : NO_TOKEN;
   float total[2][4][4] = {};
-  many_tokens<F>(m, first_row, x, split ? blockIdx.z : 0, split ? blockIdx.z + 1 : slices, shared, total);
+  many_tokens<F>(m, first_row, job.x, job.x_stride, x_row, split ? blockIdx.z : 0, split ? blockIdx.z + 1 : slices, shared, total);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 32, warp_token = threadIdx.x / 128 * 32;
   float* parts = p.parts + ((u64(blockIdx.x) * gridDim.y + blockIdx.y) * gridDim.z + blockIdx.z) * (TILE_ROWS * TILE_TOKENS);
 #pragma unroll
@@ -101,13 +97,16 @@ __device__ __forceinline__ void many(const LinearParams& p, const Job& job, u8* 
       }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) linear_many(const __grid_constant__ LinearParams p) {
+// all jobs of a launch have one kind of storage
+extern "C" __global__ void __launch_bounds__(256, 2) linear_many_e4m3(const __grid_constant__ LinearParams p) {
+  wait_for_inputs();
   extern __shared__ __align__(128) u8 shared[];
-  const Job& job = job_of(p, blockIdx.x);
-  if (job.weight.format <= E4M3_F32)
-    many<E4m3>(p, job, shared);
-  else
-    many<Bf16>(p, job, shared);
+  many<E4m3>(p, job_of(p, blockIdx.x), shared);
+}
+extern "C" __global__ void __launch_bounds__(256, 1) linear_many_bf16(const __grid_constant__ LinearParams p) {
+  wait_for_inputs();
+  extern __shared__ __align__(128) u8 shared[];
+  many<Bf16>(p, job_of(p, blockIdx.x), shared);
 }
 
 // grid as `linear_many` without slices; gridDim.z = slices of the launch before, in p.parts
@@ -117,6 +116,7 @@ struct JoinParams {
 };
 
 extern "C" __global__ void __launch_bounds__(256) linear_join(const __grid_constant__ JoinParams q) {
+  wait_for_inputs();
   const LinearParams& p = q.linear;
   const Job& job = job_of(p, blockIdx.x);
   const u32 first_row = (blockIdx.x - job.first_tile) * TILE_ROWS, first_token = blockIdx.y * TILE_TOKENS;

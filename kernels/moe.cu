@@ -25,6 +25,7 @@ struct RouteParams {
 
 // one warp a token, 4 a block
 extern "C" __global__ void __launch_bounds__(128) route(const __grid_constant__ RouteParams p) {
+  wait_for_inputs();
   constexpr int PER_LANE = MAX_EXPERTS / 32;
   const u32 token = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (token >= p.count) return;
@@ -83,6 +84,7 @@ struct GroupParams {
 
 // grid experts
 extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ GroupParams p) {
+  wait_for_inputs();
   __shared__ u32 counts[MAX_EXPERTS];
   __shared__ u32 warp_counts[8];
   __shared__ u32 before[3];  // places, active experts, tiles of the experts below
@@ -157,38 +159,43 @@ __device__ __forceinline__ Matrix expert_matrix(const ExpertParams& p, u32 exper
   return Matrix{p.data[half][expert], p.scales[half][expert], p.rows, p.cols, 0, p.format};
 }
 
-__device__ __forceinline__ const u16* expert_input(const ExpertParams& p, u32 place) {
-  const u32 row = p.order ? p.order[place] / p.top_k : place;
-  return p.x + u64(row) * p.cols;
+__device__ __forceinline__ u32 input_row(const ExpertParams& p, u32 place) {
+  return p.order ? p.order[place] / p.top_k : place;
 }
 
 // grid (row tiles of 16 * 8/lanes, min(experts, places)): decode
-extern "C" __global__ void __launch_bounds__(256) expert_few(const __grid_constant__ ExpertParams p) {
-  extern __shared__ float parts[];
+template <class F>
+__device__ __forceinline__ void expert_rows(const ExpertParams& p, float* parts) {
+  wait_for_inputs();
   if (blockIdx.y >= p.totals[0]) return;
   const u32 expert = p.active[blockIdx.y];
   const u32 begin = p.bounds[expert], end = p.bounds[expert + 1];
-  const u32 slices = (p.cols + SLICE - 1) / SLICE, tiles = 8 / slice_lanes(slices);
-  const u32 column = blockIdx.x * tiles * 16, half = column / p.rows, first_row = column % p.rows;
+  const u32 slices = (p.cols + SLICE - 1) / SLICE, rows = 8 / slice_lanes(slices) * 16;
+  const u32 column = blockIdx.x * rows, half = column / p.rows, first_row = column % p.rows;
   const Matrix m = expert_matrix(p, expert, half);
   for (u32 base = begin; base < end; base += 8) {
-    const u32 place = base + threadIdx.x % 32 / 4;
-    const u16* x[1] = {place < end ? expert_input(p, place) : nullptr};
-    if (p.format == E2M1_E8M0)
-      few_tokens<E2m1, 1>(m, first_row, x, parts);
-    else
-      few_tokens<E4m3, 1>(m, first_row, x, parts);
+    const u32 place = base + threadIdx.x % 32 / 4, count = min(end - base, 8u);
+    const u16* x[1] = {place < end ? p.x + u64(input_row(p, place)) * p.cols : nullptr};
+    few_tokens<F, 1>(m, first_row, x, parts, [] {});
     __syncthreads();
-    for (u32 i = threadIdx.x; i < tiles * 128; i += 256) {
-      const u32 row = i % (tiles * 16), token = i / (tiles * 16);
-      if (base + token >= end) continue;
-      const float* from = parts + u64(row / 16) * slices * 128 + token * 16 + row % 16;
+    for (u32 i = threadIdx.x; i < rows * count; i += 256) {
+      const float* from = parts + u64(i % rows / 16) * slices * 128 + i / rows * 16 + i % 16;
       float sum = 0.0f;
+#pragma unroll 8
       for (u32 s = 0; s < slices; s++) sum = __fadd_rn(sum, from[s * 128]);
-      p.y[u64(base + token) * (p.halves * p.rows) + column + row] = bf16_bits(sum);
+      p.y[u64(base + i / rows) * (p.halves * p.rows) + column + i % rows] = bf16_bits(sum);
     }
     __syncthreads();
   }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) expert_few_e2m1(const __grid_constant__ ExpertParams p) {
+  extern __shared__ float parts[];
+  expert_rows<E2m1>(p, parts);
+}
+extern "C" __global__ void __launch_bounds__(256, 2) expert_few_e4m3(const __grid_constant__ ExpertParams p) {
+  extern __shared__ float parts[];
+  expert_rows<E4m3>(p, parts);
 }
 
 template <class F>
@@ -196,14 +203,9 @@ __device__ __forceinline__ void expert_tile(const ExpertParams& p, u8* shared) {
   const u32 expert = p.tile_expert[blockIdx.y], base = p.tile_first[blockIdx.y], end = p.bounds[expert + 1];
   const u32 column = blockIdx.x * TILE_ROWS, half = column / p.rows, first_row = column % p.rows;
   const Matrix m = expert_matrix(p, expert, half);
-  const u16* x[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 place = base + threadIdx.x / 16 + 16 * i;
-    x[i] = place < end ? expert_input(p, place) : nullptr;
-  }
+  const u32 own = base + threadIdx.x % TILE_TOKENS, x_row = own < end ? input_row(p, own) : NO_TOKEN;
   float total[2][4][4] = {};
-  many_tokens<F>(m, first_row, x, 0, (p.cols + SLICE - 1) / SLICE, shared, total);
+  many_tokens<F>(m, first_row, p.x, p.cols, x_row, 0, (p.cols + SLICE - 1) / SLICE, shared, total);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 32, warp_token = threadIdx.x / 128 * 32;
 #pragma unroll
   for (int i = 0; i < 2; i++)
@@ -217,13 +219,15 @@ __device__ __forceinline__ void expert_tile(const ExpertParams& p, u8* shared) {
 }
 
 // grid (halves * rows / 128, ceil(places/64) + experts): prefill
-extern "C" __global__ void __launch_bounds__(256, 1) expert_many(const __grid_constant__ ExpertParams p) {
+extern "C" __global__ void __launch_bounds__(256, 2) expert_many_e2m1(const __grid_constant__ ExpertParams p) {
+  wait_for_inputs();
   extern __shared__ __align__(128) u8 shared[];
-  if (blockIdx.y >= p.totals[1]) return;
-  if (p.format == E2M1_E8M0)
-    expert_tile<E2m1>(p, shared);
-  else
-    expert_tile<E4m3>(p, shared);
+  if (blockIdx.y < p.totals[1]) expert_tile<E2m1>(p, shared);
+}
+extern "C" __global__ void __launch_bounds__(256, 2) expert_many_e4m3(const __grid_constant__ ExpertParams p) {
+  wait_for_inputs();
+  extern __shared__ __align__(128) u8 shared[];
+  if (blockIdx.y < p.totals[1]) expert_tile<E4m3>(p, shared);
 }
 
 struct SwigluParams {
@@ -238,6 +242,7 @@ struct SwigluParams {
 
 // grid rows
 extern "C" __global__ void __launch_bounds__(256) swiglu(const __grid_constant__ SwigluParams p) {
+  wait_for_inputs();
   const u64 row = blockIdx.x;
   const float weight = p.weights ? p.weights[p.order[row]] : 1.0f;
   const float limit = p.limit > 0.0f ? p.limit : -MINUS_INF;
@@ -272,6 +277,7 @@ struct CombineParams {
 
 // grid tokens
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineParams p) {
+  wait_for_inputs();
   __shared__ u32 sorted[MAX_TOP_K];
   const u64 token = blockIdx.x;
   if (threadIdx.x < p.top_k) {  // ascending places are ascending experts

@@ -17,6 +17,7 @@ struct EmbedParams {
 
 // grid rows; an id outside the vocabulary gives NaN, which the step reports
 extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constant__ EmbedParams p) {
+  wait_for_inputs();
   const u32 id = p.ids[blockIdx.x];
   const u32 groups = p.width / 8;
   const uint4* from = reinterpret_cast<const uint4*>(p.table + u64(id) * p.width);
@@ -41,6 +42,7 @@ struct NormParams {
 
 // grid rows
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_constant__ NormParams p) {
+  wait_for_inputs();
   __shared__ float scratch[THREADS / 32];
   const u64 row = blockIdx.x;
   const uint4* x = reinterpret_cast<const uint4*>(p.x + row * p.x_stride);
@@ -89,6 +91,7 @@ struct QuantiseParams {
 
 // grid ceil(count / 2048)
 extern "C" __global__ void __launch_bounds__(THREADS) quantise(const __grid_constant__ QuantiseParams p) {
+  wait_for_inputs();
   const u64 g = u64(blockIdx.x) * THREADS + threadIdx.x;
   const bool inside = g * 8 < p.count;
   float v[8] = {};
@@ -107,6 +110,7 @@ struct RotationParams {
 
 // Entry j of ratio r completes at token r j + r - 1 and is rotated to r j: the last two tables. grid rows, 128 threads
 extern "C" __global__ void __launch_bounds__(128) rotations(const __grid_constant__ RotationParams p) {
+  wait_for_inputs();
   const u32 row = blockIdx.x, table = threadIdx.x / 32, pair = threadIdx.x % 32;
   const u32 back = table == 2 ? 3 : table == 3 ? 127 : 0;
   const u32 here = p.positions[row];

@@ -22,7 +22,8 @@ __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x
 // UNIT_K: columns of a unit. STEPS: its instructions. X_WORDS: 32-bit words of a thread's inputs for one unit.
 struct E4m3 {
   static constexpr int BLOCK_BYTES = 128, UNIT_K = 64, STEPS = 4, X_WORDS = 8;
-  static constexpr int WEIGHT_FLIP = 4, STAGES = 3;
+  static constexpr int WEIGHT_FLIP = 4, STAGES = 2;
+  static constexpr bool SHARED_TOTALS = true;
   static constexpr float FACTOR = 1.0f;
   static __device__ __forceinline__ void a(int step, const uint4& lo, const uint4& hi, u32, u32, u32 (&a)[4]) {
     e4m3_pairs(word(lo, step), a[0], a[2]);
@@ -38,7 +39,8 @@ struct E4m3 {
 
 struct E2m1 {
   static constexpr int BLOCK_BYTES = 64, UNIT_K = 128, STEPS = 8, X_WORDS = 16;
-  static constexpr int WEIGHT_FLIP = 0, STAGES = 3;
+  static constexpr int WEIGHT_FLIP = 0, STAGES = 2;
+  static constexpr bool SHARED_TOTALS = true;
   static constexpr float FACTOR = 1152921504606846976.0f;  // 2^60, which `scale` leaves out so that it fits bf16
   static __device__ __forceinline__ u32 scale(u8 code) { return min(u32(code) + 66u, 255u) * 0x00800080u; }
   static __device__ __forceinline__ void a(int step, const uint4& lo, const uint4& hi, u32 s_lo, u32 s_hi, u32 (&a)[4]) {
@@ -67,6 +69,7 @@ struct E2m1 {
 struct Bf16 {
   static constexpr int BLOCK_BYTES = 256, UNIT_K = 32, STEPS = 2, X_WORDS = 4;
   static constexpr int WEIGHT_FLIP = 4, STAGES = 2;
+  static constexpr bool SHARED_TOTALS = false;
   static constexpr float FACTOR = 1.0f;
   static __device__ __forceinline__ void a(int step, const uint4& lo, const uint4& hi, u32, u32, u32 (&a)[4]) {
     a[0] = word(lo, 2 * step);
@@ -106,12 +109,14 @@ __device__ __forceinline__ float tile_scale(const Matrix& m, u32 row, u32 block)
 
 // ---- a few tokens: one warp takes 16 rows of one slice ----
 
-// acc[t] += slice k0.. of rows `row`+[0,16) times the tokens of x[t]; x[t]: inputs of token 8 t + lane/4, or null
-template <class F, int TILES>
+// acc[t] += slice k0.. of rows `row`+[0,16) times the tokens of x[t]; x[t]: inputs of token 8 t + lane/4, or null.
+// Everything is latency: the weights of AHEAD blocks are asked for before anything else, and before `ready()`, which
+// waits for the kernel that makes the inputs; inputs come one unit ahead.
+template <class F, int TILES, class Ready>
 __device__ __forceinline__ void slice_product(const Matrix& m, u32 row, u32 k0, const u16* const (&x)[TILES],
-                                              float (&acc)[TILES][4]) {
-  constexpr int UNITS = BLOCK / F::UNIT_K;       // of a block
-  constexpr int AHEAD = F::BLOCK_BYTES <= 128 ? 2 : 1;  // blocks whose loads are in flight together
+                                              float (&acc)[TILES][4], Ready ready) {
+  constexpr int UNITS = BLOCK / F::UNIT_K;  // of a block
+  constexpr int AHEAD = F::BLOCK_BYTES == 128 ? (TILES == 1 ? 4 : 2) : F::BLOCK_BYTES == 64 || TILES == 1 ? 2 : 1;
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const u32 last = m.rows - 1;
   const u32 r0 = min(row + lane / 4, last), r1 = min(row + lane / 4 + 8, last);
@@ -119,9 +124,25 @@ __device__ __forceinline__ void slice_product(const Matrix& m, u32 row, u32 k0, 
   const u8* lo = m.data + r0 * bytes + quad * 16;
   const u8* hi = m.data + r1 * bytes + quad * 16;
   const u32 first = k0 / BLOCK, end = min(k0 + SLICE, m.cols) / BLOCK;
+
+  auto inputs = [&](u32 unit, u32 (&in)[TILES][F::X_WORDS]) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int w = 0; w < F::X_WORDS; w += 4) {
+        const u32 k = unit * F::UNIT_K + quad * (F::X_WORDS * 2) + 2 * w;
+        const uint4 v = x[t] ? *reinterpret_cast<const uint4*>(x[t] + k) : make_uint4(0, 0, 0, 0);
+        in[t][w] = v.x;
+        in[t][w + 1] = v.y;
+        in[t][w + 2] = v.z;
+        in[t][w + 3] = v.w;
+      }
+  };
+
   for (u32 b = first; b < end; b += AHEAD) {
     uint4 wl[AHEAD][UNITS], wh[AHEAD][UNITS];
     u32 sl[AHEAD] = {}, sh[AHEAD] = {};
+    float scales[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       const u32 at = min(b + i, end - 1);
@@ -131,29 +152,26 @@ __device__ __forceinline__ void slice_product(const Matrix& m, u32 row, u32 k0, 
         wh[i][u] = load_weights(hi + u64(at) * F::BLOCK_BYTES + u * 64);
       }
       if constexpr (F::UNIT_K == 128) {  // E2M1: a thread's unit has one scale a row
-        sl[i] = F::scale(m.scales[u64(r0) * (m.cols / 32) + at * 4 + quad]);
-        sh[i] = F::scale(m.scales[u64(r1) * (m.cols / 32) + at * 4 + quad]);
+        sl[i] = m.scales[u64(r0) * (m.cols / 32) + at * 4 + quad];
+        sh[i] = m.scales[u64(r1) * (m.cols / 32) + at * 4 + quad];
       }
+      scales[i] = tile_scale(m, row, at);
     }
+    if (b == first) ready();
+    u32 in[2][TILES][F::X_WORDS];
+    inputs(b * UNITS, in[0]);
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       if (b + i >= end) break;
+      if constexpr (F::UNIT_K == 128) {
+        sl[i] = F::scale(u8(sl[i]));
+        sh[i] = F::scale(u8(sh[i]));
+      }
       float part[TILES][4] = {};
 #pragma unroll
       for (int u = 0; u < UNITS; u++) {
-        u32 in[TILES][F::X_WORDS];
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          const u32 k = (b + i) * BLOCK + u * F::UNIT_K + quad * (F::X_WORDS * 2);
-#pragma unroll
-          for (int w = 0; w < F::X_WORDS / 4; w++) {
-            const uint4 v = x[t] ? *reinterpret_cast<const uint4*>(x[t] + k + 8 * w) : make_uint4(0, 0, 0, 0);
-            in[t][4 * w] = v.x;
-            in[t][4 * w + 1] = v.y;
-            in[t][4 * w + 2] = v.z;
-            in[t][4 * w + 3] = v.w;
-          }
-        }
+        const int unit = i * UNITS + u;
+        if (unit + 1 < AHEAD * UNITS) inputs(min(b * UNITS + unit + 1, end * UNITS - 1), in[(unit + 1) % 2]);
 #pragma unroll
         for (int s = 0; s < F::STEPS; s++) {
           u32 a[4];
@@ -161,16 +179,15 @@ __device__ __forceinline__ void slice_product(const Matrix& m, u32 row, u32 k0, 
 #pragma unroll
           for (int t = 0; t < TILES; t++) {
             u32 b0, b1;
-            F::b(s, in[t], b0, b1);
+            F::b(s, in[unit % 2][t], b0, b1);
             mma(part[t], a, b0, b1);
           }
         }
       }
-      const float scale = tile_scale(m, row, b + i);
 #pragma unroll
       for (int t = 0; t < TILES; t++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) acc[t][j] = __fadd_rn(acc[t][j], __fmul_rn(part[t][j], scale));
+        for (int j = 0; j < 4; j++) acc[t][j] = __fadd_rn(acc[t][j], __fmul_rn(part[t][j], scales[i]));
     }
   }
 }
@@ -192,15 +209,16 @@ __device__ __forceinline__ void store_slice(float* to, const float (&acc)[TILES]
 __host__ __device__ constexpr u32 slice_lanes(u32 slices) { return slices > 4 ? 8 : slices > 2 ? 4 : slices > 1 ? 2 : 1; }
 
 // A block's tiles, all slices: leaves the slices' sums in `parts` [row tiles, slices, 8 TILES, 16].
-template <class F, int TILES>
-__device__ __forceinline__ void few_tokens(const Matrix& m, u32 first_row, const u16* const (&x)[TILES], float* parts) {
+template <class F, int TILES, class Ready>
+__device__ __forceinline__ void few_tokens(const Matrix& m, u32 first_row, const u16* const (&x)[TILES], float* parts,
+                                           Ready ready) {
   const u32 slices = (m.cols + SLICE - 1) / SLICE, lanes = slice_lanes(slices);
   const u32 warp = threadIdx.x / 32, tile = warp / lanes;
   const u32 row = first_row + tile * 16;
-  if (row >= m.rows) return;
+  if (row >= m.rows) return ready();
   for (u32 s = warp % lanes; s < slices; s += lanes) {
     float acc[TILES][4] = {};
-    slice_product<F, TILES>(m, row, s * SLICE, x, acc);
+    slice_product<F, TILES>(m, row, s * SLICE, x, acc, ready);
     store_slice<TILES>(parts + u64(tile * slices + s) * TILES * 128, acc, F::FACTOR);
   }
 }
@@ -215,14 +233,17 @@ __host__ __device__ constexpr int stage_bytes() {
 }
 template <class F>
 __host__ __device__ constexpr int tiled_bytes() {
-  return F::STAGES * stage_bytes<F>();
+  return F::STAGES * stage_bytes<F>() + (F::SHARED_TOTALS ? TILE_ROWS * TILE_TOKENS * 4 : 0);
 }
 
-// total = rows first_row + [0,128) times the tokens, slices [first_slice, end_slice); x[i]: inputs of the token that
-// thread t fills with its i-th copy, t/16 + 16 i, or null. 8 warps: 4 of 32 rows, 2 of 32 tokens.
+// total = rows first_row + [0,128) times the tokens, slices [first_slice, end_slice). `x_row` of threads below 64: row of
+// x, `stride` values apart, of that token of the tile, or NO_TOKEN. 8 warps: 4 of 32 rows, 2 of 32 tokens.
+constexpr u32 NO_TOKEN = ALL;
+
 template <class F>
-__device__ __forceinline__ void many_tokens(const Matrix& m, u32 first_row, const u16* const (&x)[4], u32 first_slice,
-                                            u32 end_slice, u8* shared, float (&total)[2][4][4]) {
+__device__ __forceinline__ void many_tokens(const Matrix& m, u32 first_row, const u16* x, u32 stride,
+                                            u32 x_row, u32 first_slice, u32 end_slice, u8* shared,
+                                            float (&total)[2][4][4]) {
   constexpr int UNITS = BLOCK / F::UNIT_K, STAGES = F::STAGES, BYTES = stage_bytes<F>();
   constexpr int W_CHUNKS = F::BLOCK_BYTES / 16;  // of a row
   const int thread = threadIdx.x, lane = thread % 32, quad = lane % 4, group = lane / 4;
@@ -230,10 +251,13 @@ __device__ __forceinline__ void many_tokens(const Matrix& m, u32 first_row, cons
   const u64 bytes = row_bytes<F>(m.cols);
   const u32 first = first_slice * (SLICE / BLOCK), end = min(end_slice * u32(SLICE / BLOCK), m.cols / BLOCK);
   const u32 base = shared_address(shared);
+  __shared__ u32 x_rows[TILE_TOKENS];
+  if (thread < TILE_TOKENS) x_rows[thread] = x_row;
+  __syncthreads();
 
   auto fill = [&](u32 block) {
     const u32 stage = base + (block - first) % STAGES * BYTES;
-#pragma unroll
+#pragma unroll 1
     for (int i = thread; i < TILE_ROWS * W_CHUNKS; i += 256) {
       const int row = i / W_CHUNKS, chunk = i % W_CHUNKS;
       const u32 r = first_row + row;
@@ -242,11 +266,13 @@ __device__ __forceinline__ void many_tokens(const Matrix& m, u32 first_row, cons
       copy_async(stage + row * F::BLOCK_BYTES + place * 16, from, r < m.rows);
     }
     const u32 inputs = stage + TILE_ROWS * F::BLOCK_BYTES;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < 4; i++) {
       const int token = thread / 16 + 16 * i, chunk = thread % 16;
-      const u16* from = x[i] ? x[i] + u64(block) * BLOCK + chunk * 8 : reinterpret_cast<const u16*>(m.data);
-      copy_async(inputs + token * 256 + F::x_place(chunk, token) * 16, from, x[i] != nullptr);
+      const u32 row = x_rows[token];
+      const bool valid = row != NO_TOKEN;
+      const u16* from = x + (valid ? u64(row) * stride + block * BLOCK + chunk * 8 : 0);
+      copy_async(inputs + token * 256 + F::x_place(chunk, token) * 16, from, valid);
     }
     if constexpr (F::UNIT_K == 128) {
       if (thread < TILE_ROWS) {
@@ -263,6 +289,8 @@ __device__ __forceinline__ void many_tokens(const Matrix& m, u32 first_row, cons
     if (first + i < end) fill(first + i);
     commit_copies();
   }
+  float* const totals = reinterpret_cast<float*>(shared + STAGES * BYTES);  // each thread's own
+  bool is_first = true;
   float acc[2][4][4] = {};
   for (u32 block = first; block < end; block++) {
     wait_copies<STAGES - 2>();
@@ -327,10 +355,22 @@ __device__ __forceinline__ void many_tokens(const Matrix& m, u32 first_row, cons
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           const float sum = __fadd_rn(acc[i][t][j], __fmul_rn(part[i][t][j], scale));
-          if (slice_ends) total[i][t][j] = __fadd_rn(total[i][t][j], __fmul_rn(sum, F::FACTOR));
-          acc[i][t][j] = slice_ends ? 0.0f : sum;
+          acc[i][t][j] = sum;
+          if (!slice_ends) continue;
+          float& held = F::SHARED_TOTALS ? totals[((i * 4 + t) * 4 + j) * 256 + thread] : total[i][t][j];
+          const float before = F::SHARED_TOTALS && is_first ? 0.0f : held;
+          held = __fadd_rn(before, __fmul_rn(sum, F::FACTOR));
+          acc[i][t][j] = 0.0f;
         }
+    if (slice_ends) is_first = false;
   }
   wait_copies<0>();
-  __syncthreads();
+  if constexpr (F::SHARED_TOTALS) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) total[i][t][j] = totals[((i * 4 + t) * 4 + j) * 256 + thread];
+  }
 }

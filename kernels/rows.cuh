@@ -24,11 +24,6 @@ struct Pages {
   __device__ __forceinline__ u8* row(u32 sequence, u32 j, u32 per_page, u32 bytes) const {
     return page(sequence, j / per_page) + j % per_page * bytes;
   }
-  // float i of a compressor state, which runs over the pages in order
-  __device__ __forceinline__ float* value(u32 sequence, u32 i) const {
-    const u32 per_page = page_bytes / 4;
-    return reinterpret_cast<float*>(page(sequence, i / per_page)) + i % per_page;
-  }
 };
 
 // A warp holds a row of 512 as v[i][j] = value 256 i + 8 lane + j; lanes 24.. of i = 1 hold the rotary values.

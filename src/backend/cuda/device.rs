@@ -5,7 +5,7 @@
 //! that stage, and dropping the objects still works.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
 
@@ -30,8 +30,16 @@ struct Inner {
     limits: Limits,
     kernels: Kernels,
     fault: OnceLock<String>,
-    launched: Mutex<Vec<&'static str>>,
+    launched: Mutex<Vec<Arc<str>>>,
     careful: AtomicBool,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let current = enter(&self.context);
+        self.kernels.unload();
+        drop(current);
+    }
 }
 
 /// What the launchers and the plan must know of a device.
@@ -168,12 +176,12 @@ impl Gpu {
     }
 
     /// Notes a launch, for the message of a later fault.
-    pub(super) fn note_launch(&self, kernel: &'static str) {
+    pub(super) fn note_launch(&self, kernel: &Arc<str>) {
         let mut launched = self.launched();
         if launched.len() == REMEMBERED {
             launched.drain(..REMEMBERED / 2);
         }
-        launched.push(kernel);
+        launched.push(Arc::clone(kernel));
     }
 
     /// Everything launched so far has ended well.
@@ -181,7 +189,7 @@ impl Gpu {
         self.launched().clear();
     }
 
-    fn launched(&self) -> std::sync::MutexGuard<'_, Vec<&'static str>> {
+    fn launched(&self) -> MutexGuard<'_, Vec<Arc<str>>> {
         self.inner.launched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -45,7 +45,7 @@ const SYMBOLS: &[&str] = &[
     "cuGraphInstantiateWithFlags",
     "cuGraphLaunch",
     "cuInit",
-    "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
     "cuMemFreeHost",

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::CStr;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use cudarc::driver::sys;
@@ -36,7 +37,7 @@ pub fn kernel_inventory() -> KernelInventory {
 /// A kernel that is loaded.
 pub(super) struct Kernel {
     /// Its name in the sources.
-    pub(super) name: &'static str,
+    pub(super) name: Arc<str>,
     pub(super) function: Function,
     /// Bytes of its parameter struct.
     pub(super) params: usize,
@@ -61,16 +62,14 @@ unsafe impl Sync for Module {}
 
 /// All kernels of a device.
 pub(super) struct Kernels {
-    functions: HashMap<&'static str, Kernel>,
-    /// Kept while the functions are in use. They are unloaded with the context: the context is released right after,
-    /// and unloading after a fault is not possible.
-    _modules: Vec<Module>,
+    functions: HashMap<Arc<str>, Kernel>,
+    modules: Vec<Module>,
 }
 
 impl Kernels {
     /// Loads everything; the context is current.
     pub(super) fn load(limits: &Limits) -> Result<Self> {
-        let mut kernels = Self { functions: HashMap::new(), _modules: Vec::new() };
+        let mut kernels = Self { functions: HashMap::new(), modules: Vec::new() };
         for (file, image) in IMAGES {
             let compiled;
             let image = if ARCHS.is_empty() {
@@ -91,6 +90,16 @@ impl Kernels {
         }
     }
 
+    /// Gives the modules up; the context is current, if it still can be. After a fault the calls fail, which changes
+    /// nothing.
+    pub(super) fn unload(&mut self) {
+        self.functions.clear();
+        for module in self.modules.drain(..) {
+            // SAFETY: loaded in `add`, unloaded once, and its functions are gone.
+            let _ = unsafe { sys::cuModuleUnload(module.0) };
+        }
+    }
+
     fn add(&mut self, file: &str, image: &[u8], limits: &Limits) -> Result<()> {
         let stage = format!(
             "loading the kernels of {file} on a device of compute capability {}.{} (this build holds: {})",
@@ -106,7 +115,7 @@ impl Kernels {
         let mut module = std::ptr::null_mut();
         // SAFETY: the image is a fatbin or cubin, which says its own length; the context is current.
         plain(&stage, unsafe { sys::cuModuleLoadData(&raw mut module, aligned.as_ptr().cast()) })?;
-        self._modules.push(Module(module));
+        self.modules.push(Module(module));
         let mut count = 0;
         // SAFETY: the module was just loaded; the pointer outlives the call.
         plain(&stage, unsafe { sys::cuModuleGetFunctionCount(&raw mut count, module) })?;
@@ -119,9 +128,10 @@ impl Kernels {
             plain(&stage, unsafe { sys::cuFuncGetName(&raw mut name, function) })?;
             // SAFETY: as above; every kernel has one parameter.
             plain(&stage, unsafe { sys::cuFuncGetParamInfo(function, 0, &raw mut offset, &raw mut size) })?;
-            // SAFETY: a NUL-terminated string that lives as long as the module, which is never unloaded.
-            let name = unsafe { CStr::from_ptr(name) }.to_str().unwrap_or_default();
-            let kernel = Kernel { name, function: Function(function), params: size, shared: AtomicU32::new(0) };
+            // SAFETY: a NUL-terminated string that lives as long as the module.
+            let name: Arc<str> = unsafe { CStr::from_ptr(name) }.to_string_lossy().into();
+            let (shared, params) = (AtomicU32::new(0), size);
+            let kernel = Kernel { name: Arc::clone(&name), function: Function(function), params, shared };
             self.functions.insert(name, kernel);
         }
         Ok(())

@@ -14,6 +14,9 @@ use crate::error::{Result, bail};
 /// Dynamic shared memory that needs no opt-in.
 const PLAIN_SHARED: u32 = 48 << 10;
 
+/// First compute capability where a kernel may start before the one in front has ended.
+const EARLY_LAUNCH: (u32, u32) = (9, 0);
+
 /// The one parameter struct of a kernel, mirrored from its source.
 ///
 /// # Safety
@@ -76,7 +79,7 @@ impl Stream {
     /// `params` is the struct that `kernel` takes, and describes device memory that lives until the stream has passed
     /// the launch and is as large as the kernel reads and writes.
     pub(super) unsafe fn launch<P: Params>(&self, kernel: &Kernel, shape: Launch, params: &P) -> Result<()> {
-        let name = kernel.name;
+        let name = &*kernel.name;
         if kernel.params != size_of::<P>() {
             bail!(Unsupported, "kernel {name} takes {} bytes, its launcher gives {}", kernel.params, size_of::<P>());
         }
@@ -97,23 +100,29 @@ impl Stream {
         let _current = self.gpu.enter()?;
         self.opt_in(kernel, shared)?;
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        // the kernel may start before the one in front has ended: it waits by itself (`wait_for_inputs`)
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: shape.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared,
+            hStream: self.raw,
+            attrs: &raw mut early,
+            numAttrs: u32::from(self.gpu.limits().arch >= EARLY_LAUNCH),
+        };
         // SAFETY: the function takes one argument of this size; the rest is the caller's contract.
         let status = unsafe {
-            sys::cuLaunchKernel(
-                kernel.function.0,
-                grid[0],
-                grid[1],
-                grid[2],
-                shape.block,
-                1,
-                1,
-                shared,
-                self.raw,
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+            sys::cuLaunchKernelEx(&raw const config, kernel.function.0, arguments.as_mut_ptr(), std::ptr::null_mut())
         };
-        self.gpu.note_launch(name);
+        self.gpu.note_launch(&kernel.name);
         self.gpu.check(name, status)?;
         if self.gpu.is_careful() {
             // SAFETY: the stream lives as long as `self`.
@@ -130,7 +139,7 @@ impl Stream {
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to the current context.
         let status = unsafe { sys::cuFuncSetAttribute(kernel.function.0, attribute, shared.cast_signed()) };
-        self.gpu.check(kernel.name, status)?;
+        self.gpu.check(&kernel.name, status)?;
         AtomicU32::store(&kernel.shared, shared, Ordering::Relaxed);
         Ok(())
     }
@@ -219,7 +228,6 @@ impl Stream {
     /// Queues a whole graph.
     pub(crate) fn replay(&self, graph: &Graph) -> Result<()> {
         let _current = self.gpu.enter()?;
-        self.gpu.note_launch("a graph");
         // SAFETY: both live.
         self.gpu.check("launching a graph", unsafe { sys::cuGraphLaunch(graph.raw, self.raw) })
     }

@@ -92,7 +92,7 @@ impl Uploader {
 impl Drop for Half {
     fn drop(&mut self) {
         // a copy may still be reading; after a fault nothing is
-        let _ = self.done.synchronize();
+        drop(self.done.synchronize());
         let _current = self.gpu.enter_to_free();
         // SAFETY: allocated in `Uploader::new`, freed once.
         let _ = unsafe { sys::cuMemFreeHost(self.pinned.cast()) };

@@ -36,6 +36,10 @@ pub(crate) struct Args {
     #[arg(long)]
     small: bool,
 
+    /// Wait for each kernel, so that a fault names it
+    #[arg(long)]
+    careful: bool,
+
     /// Print failures and the summary only
     #[arg(long)]
     quiet: bool,
@@ -66,7 +70,8 @@ pub(crate) fn run(args: &Args) -> Result {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         now.map_or(0, |t| t.as_millis() as u64 % 1_000_000_007)
     });
-    let options = SelfTestOptions { device, seed, only: args.only.clone(), small: args.small, fault: args.fault };
+    let (only, small, careful, fault) = (args.only.clone(), args.small, args.careful, args.fault);
+    let options = SelfTestOptions { device, seed, only, small, careful, fault };
     let (mut checks, mut failed, mut lines) = (0, 0, Ok(()));
     let passed = self_test(&options, &mut |check| {
         checks += 1;

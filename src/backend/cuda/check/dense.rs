@@ -4,7 +4,10 @@ use super::lab::{Lab, different, different_bits, distance, matrix};
 use crate::backend::cpu::hyper::{self as cpu_hyper, HyperParams};
 use crate::backend::cpu::norm as cpu_norm;
 use crate::backend::cpu::rope::{Rotations, frequencies};
+use crate::backend::cuda::memory::Arena;
 use crate::backend::cuda::ops::{self, Finish, Job, Output, Project, RmsNorm, STREAMS, TopK, Weight};
+use crate::backend::cuda::stream::{Event, Stream};
+use crate::backend::cuda::upload::Uploader;
 use crate::error::Result;
 use crate::model::config::Yarn;
 use crate::tensor::format::{bf16_bits, e4m3_round_trip};
@@ -13,6 +16,45 @@ use crate::tensor::{MatrixFormat, Scales};
 const EPS: f32 = 1e-6;
 /// Sums of squares are ordered differently, so a few bf16 results go to the neighbour: each is 2^-8 off at most.
 const NEIGHBOURS: f64 = 3e-4;
+
+/// Through pinned memory, in pieces that do not divide the length, into an arena of exactly the planned size.
+pub(super) fn upload(lab: &mut Lab<'_>) -> Result<()> {
+    let bytes = lab.bytes(3 << 20 | 77);
+    let mut plan = Arena::counting();
+    plan.take::<u8>("weights", bytes.len())?;
+    let mut arena = Arena::new(lab.gpu, plan.used())?;
+    let buffer = arena.take::<u8>("weights", bytes.len())?;
+    let refused = arena.take::<u8>("more", 1).is_err();
+    let mut uploader = Uploader::new(lab.gpu, 1_000_003)?;
+    let mut told = Vec::new();
+    uploader.upload(&buffer, &bytes, &mut |sent| {
+        told.push(sent);
+        Ok(())
+    })?;
+    uploader.finish()?;
+    let wrong = different(&lab.get(&buffer)?, &bytes);
+    lab.report("upload", "3 MB in 4 pieces", wrong, 0.0);
+    let fine = refused && told == [1_000_003, 2_000_006, 3_000_009, bytes.len() as u64];
+    lab.report("upload, progress and plan", "4 pieces", f64::from(u8::from(!fine)), 0.0);
+    Ok(())
+}
+
+/// What waits for an event sees what the other stream wrote before it.
+pub(super) fn streams(lab: &mut Lab<'_>) -> Result<()> {
+    let (second, event) = (Stream::new(lab.gpu)?, Event::new(lab.gpu)?);
+    let n = 32 << 20;
+    let (a, b) = (lab.output::<u8>(n)?, lab.output::<u8>(n)?);
+    let mut wrong = 0;
+    for round in 0..8 {
+        lab.stream.fill(&a, round)?;
+        lab.stream.record(&event)?;
+        second.wait(&event)?;
+        second.copy(&a, &b)?;
+        wrong += second.read(&b)?.iter().filter(|&&v| v != round).count();
+    }
+    lab.report("streams", "8 rounds of 32 MB", wrong as f64, 0.0);
+    Ok(())
+}
 
 pub(super) fn embed(lab: &mut Lab<'_>) -> Result<()> {
     let (vocab, width) = (97, 384);
@@ -445,7 +487,11 @@ pub(super) fn top_k(lab: &mut Lab<'_>) -> Result<()> {
         let flat: Vec<f32> = rows.concat();
         let (d_scores, d_positions) = (lab.put(&flat)?, lab.put(&positions)?);
         let (ids, taken) = (lab.output(rows.len() * k)?, lab.output(rows.len())?);
-        let a = TopK { scores: &d_scores, pitch, positions: Some((&d_positions, 4)), ids: &ids, counts: &taken, k };
+        let candidates = rows.len() * ops::top_k_parts(pitch, k);
+        let (values, places) = (lab.output(candidates)?, lab.output(candidates)?);
+        let parts = Some((&values, &places));
+        let a =
+            TopK { scores: &d_scores, pitch, positions: Some((&d_positions, 4)), ids: &ids, counts: &taken, k, parts };
         ops::top_k(&lab.stream, &a)?;
         let (got, got_counts) = (lab.get(&ids)?, lab.get(&taken)?);
         let mut wrong = 0.0;

@@ -273,6 +273,62 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
     Ok(())
 }
 
+/// All kernels of the mixture in a row, many times, overlapping as they do in use: the bits of the run that waits for each.
+pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
+    let (experts, top_k, hidden, inter) = (8, 2, 512, 256);
+    lab.clear()?;
+    let (w1, w3) = (
+        Bank::new(lab, ExpertFormat::E2m1, experts, inter, hidden)?,
+        Bank::new(lab, ExpertFormat::E2m1, experts, inter, hidden)?,
+    );
+    let w2 = Bank::new(lab, ExpertFormat::E2m1, experts, hidden, inter)?;
+    let bias = lab.normal(experts, 0.5);
+    let bias = lab.put(&bias)?;
+    for tokens in [1, 7, 100] {
+        let (x, logits) = (lab.normal_bf16(tokens * hidden, 1.0), lab.normal(tokens * experts, 2.0));
+        let (x, logits) = (lab.put_bf16(&x)?, lab.put(&logits)?);
+        let ids = vec![0; tokens * top_k];
+        let groups = Groups::new(lab, &ids, experts)?;
+        let (weights, places) = (lab.output::<f32>(tokens * top_k)?, tokens * top_k);
+        let (up, act, down) =
+            (lab.output(places * 2 * inter)?, lab.output(places * inter)?, lab.output(places * hidden)?);
+        let y = lab.output::<u16>(tokens * hidden)?;
+        let once = |lab: &Lab<'_>| -> Result<()> {
+            let (s, g) = (&lab.stream, groups.grouping());
+            let routing = Routing::Bias(&bias);
+            ops::route(
+                s,
+                &Route { logits: &logits, routing, ids: &groups.ids, weights: &weights, experts, top_k, scale: 1.5 },
+            )?;
+            ops::group(s, &g)?;
+            let (matrices, format) = ([w1.experts(), w3.experts()], ExpertFormat::E2m1);
+            let (rows, cols) = (inter, hidden);
+            let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
+            ops::expert_product(s, &g, &a)?;
+            ops::swiglu(s, &up, &act, inter, Some((&weights, &groups.order)), 10.0, true)?;
+            let (matrices, rows, cols) = ([w2.experts()], hidden, inter);
+            let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
+            ops::expert_product(s, &g, &a)?;
+            ops::combine(s, &down, &x, &groups.places, &y, hidden)
+        };
+        let was_careful = lab.gpu.is_careful();
+        lab.gpu.set_careful(true);
+        once(lab)?;
+        lab.gpu.set_careful(was_careful);
+        let want = lab.get(&y)?;
+        let mut wrong = 0.0;
+        for _ in 0..30 {
+            for buffer in [&up, &act, &down, &y] {
+                lab.stream.fill(buffer, 0xFF)?;
+            }
+            once(lab)?;
+            wrong += different(&lab.get(&y)?, &want);
+        }
+        lab.report("chain, 30 runs = one step by step", format!("{tokens} tokens"), wrong, 0.0);
+    }
+    Ok(())
+}
+
 pub(super) fn swiglu(lab: &mut Lab<'_>) -> Result<()> {
     for (rows, width, limit) in [(3, 128, 10.0), (5, 2048, 10.0), (2, 3072, 0.5), (4, 640, 0.0)] {
         let gate_up = lab.normal_bf16(rows * 2 * width, 6.0);

@@ -60,6 +60,8 @@ pub struct SelfTestOptions {
     pub only: Option<String>,
     /// Small sizes only, for memory checkers.
     pub small: bool,
+    /// Wait for each kernel, so that a fault names it. Off, kernels overlap as they do in use.
+    pub careful: bool,
     /// End with a planted fault: the device object must name the stage and still be freed. Leaves the device unusable for
     /// the rest of the process.
     pub fault: bool,
@@ -69,6 +71,8 @@ pub struct SelfTestOptions {
 type Group = fn(&mut Lab<'_>) -> Result<()>;
 
 const GROUPS: &[(&str, Group)] = &[
+    ("upload", dense::upload),
+    ("streams", dense::streams),
     ("embed", dense::embed),
     ("rms_norm", dense::rms_norm),
     ("quantise", dense::quantise),
@@ -82,6 +86,7 @@ const GROUPS: &[(&str, Group)] = &[
     ("experts", experts::experts),
     ("swiglu", experts::swiglu),
     ("combine", experts::combine),
+    ("chain", experts::chain),
     ("insert", sequence::insert),
     ("compress", sequence::compress),
     ("indexer", sequence::indexer),
@@ -94,7 +99,7 @@ const GROUPS: &[(&str, Group)] = &[
 /// As opening the device; `Poisoned` with the kernel's name if one faults.
 pub fn self_test(options: &SelfTestOptions, seen: &mut dyn FnMut(&Check)) -> Result<bool> {
     let gpu = Gpu::open(options.device)?;
-    gpu.set_careful(true);
+    gpu.set_careful(options.careful);
     let cpu = Cpu::new(0)?;
     let mut passed = true;
     let mut count = |check: &Check| {
@@ -110,6 +115,7 @@ pub fn self_test(options: &SelfTestOptions, seen: &mut dyn FnMut(&Check)) -> Res
         run(&mut lab).map_err(|e: Error| e.context(name))?;
     }
     if options.fault {
+        gpu.set_careful(true);
         let mut lab = Lab::new(&gpu, &cpu, 0, true, &mut count)?;
         lab.fault()?;
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::dense::YARN;
-use super::lab::{Lab, different_bits, distance};
+use super::lab::{Lab, different, different_bits, distance};
 use crate::backend::cpu::attention::{Attention as CpuAttention, Entries as CpuEntries, attend as cpu_attend};
 use crate::backend::cpu::compressor::Compressor as CpuCompressor;
 use crate::backend::cpu::indexer::{Queries, Selection, hadamard, scores as cpu_scores, select};
@@ -11,8 +11,8 @@ use crate::backend::cpu::norm::{head_norm, rms_norm, store_bf16};
 use crate::backend::cpu::rope::{Rotations, frequencies};
 use crate::backend::cuda::memory::Buffer;
 use crate::backend::cuda::ops::{
-    self, Attention, AttentionPath, Compress, Compressor, Entries, Group, HEAD_DIM, INDEX_DIM, IndexQuery, Insert,
-    KEY_BYTES, Pages, ROW_BYTES, Scores, Sequence, TopK,
+    self, Attention, AttentionPath, Compress, Compressor, Entries, GROUP_ROWS, Group, HEAD_DIM, INDEX_DIM, IndexQuery,
+    Insert, KEY_BYTES, Pages, ROW_BYTES, Scores, Sequence, TopK,
 };
 use crate::cache::{CacheLayout, CacheManager, CacheOptions, KvFormat, LayerLayout, SequenceCache, Staged};
 use crate::error::Result;
@@ -458,9 +458,10 @@ fn score_rows(
     let (rows, k) = (step.len(), 64);
     let mut groups = Vec::new();
     for (s, sequence) in step.sequences.iter().enumerate() {
-        for first in (0..sequence.rows).step_by(16) {
+        for first in (0..sequence.rows).step_by(GROUP_ROWS) {
             let (first_row, position) = (sequence.first_row + first, sequence.start + first);
-            groups.push(Group { sequence: s as u32, first_row, rows: (sequence.rows - first).min(16), position });
+            let rows = (sequence.rows - first).min(GROUP_ROWS as u32);
+            groups.push(Group { sequence: s as u32, first_row, rows, position });
         }
     }
     let visible = step.rows.iter().map(|r| (r.1 + 1) / 4).max().unwrap_or(0);
@@ -482,8 +483,8 @@ fn score_rows(
     };
     ops::scores(&lab.stream, &a)?;
     let (ids, counts) = (lab.output(rows * k)?, lab.output(rows)?);
-    let positions = Some((&step.d_positions, 4));
-    ops::top_k(&lab.stream, &TopK { scores: &scores, pitch, positions, ids: &ids, counts: &counts, k })?;
+    let (positions, parts) = (Some((&step.d_positions, 4)), None);
+    ops::top_k(&lab.stream, &TopK { scores: &scores, pitch, positions, ids: &ids, counts: &counts, k, parts })?;
     let (got, got_ids, got_counts) = (lab.get(&scores)?, lab.get(&ids)?, lab.get(&counts)?);
 
     let (mut flat_got, mut flat_want, mut chosen, mut missing, mut written) = (Vec::new(), Vec::new(), 0, 0, 0);
@@ -530,8 +531,82 @@ pub(super) fn attend(lab: &mut Lab<'_>) -> Result<()> {
                 lab.clear()?;
                 attend_case(lab, kind, window, parts, heads)?;
             }
+            lab.clear()?;
+            attend_alone(lab, kind, window, parts)?;
         }
     }
+    Ok(())
+}
+
+/// A query alone has the bits that it has among many, though the blocks are smaller.
+fn attend_alone(lab: &mut Lab<'_>, kind: LayerKind, window: usize, parts: &[(usize, usize)]) -> Result<()> {
+    let heads = 64;
+    let world = World::new(lab, kind, window, parts)?;
+    let (ring, pages) = (world.ring.put(lab)?, world.entries.put(lab)?);
+    let sink = lab.normal(heads, 1.0);
+    let d_sink = lab.put(&sink)?;
+    let last = parts.len() - 1;
+    let q = lab.normal_bf16(heads * HEAD_DIM, 1.5);
+    let repeats = 40;
+    let mut results: Vec<Vec<u16>> = Vec::new();
+    // the last sequence's last row: once, and 40 times in one launch; its window rows before it are in the ring then
+    let (start, rows) = parts[last];
+    let position = start + rows - 1;
+    let row_bytes = &world.staged[world.staged.len() - ROW_BYTES..];
+    for count in [1, repeats] {
+        let sequences = vec![Sequence { start: position as u32, first_row: 0, rows: 1, unused: 0 }; 1];
+        let mut list = Vec::new();
+        for i in 0..count {
+            list.push(Sequence { first_row: i as u32, ..sequences[0] });
+        }
+        let table = |t: &Table| -> Vec<u32> { t.ids[last * t.pitch..][..t.pitch].repeat(count) };
+        let (ring_ids, entry_ids) = (lab.put(&table(&world.ring))?, lab.put(&table(&world.entries))?);
+        let (d_q, staged) = (lab.put_bf16(&q.repeat(count))?, lab.put(&row_bytes.repeat(count))?);
+        let step = Step::new(lab, &vec![(position, 1); count])?;
+        let visible = (position + 1) / 4;
+        let width = visible.clamp(1, 96);
+        let ids: Vec<u32> = (0..width as u32).collect::<Vec<_>>().repeat(count);
+        let (d_ids, d_counts) = (lab.put(&ids)?, lab.put(&vec![visible.min(width) as u32; count])?);
+        let d_list = lab.put(&list)?;
+        let out = lab.output::<u16>(count * heads * HEAD_DIM)?;
+        let (part_out, part_sums) = (lab.output(count * 32 * heads * HEAD_DIM)?, lab.output(count * 32 * heads)?);
+        let ring_pages = Pages { ids: &ring_ids, ..world.ring.pages(&ring) };
+        let entry_pages = Pages { ids: &entry_ids, ..world.entries.pages(&pages) };
+        let turns = step.turns(1)?;
+        for split in [false, true] {
+            let entries = match kind {
+                LayerKind::Window => Entries::None,
+                LayerKind::C4a => Entries::Selected { pages: entry_pages, ids: &d_ids, counts: &d_counts, width },
+                LayerKind::C128a => Entries::All { pages: entry_pages },
+            };
+            let most_keys = window + position + 1;
+            let path = if split {
+                AttentionPath::Split { most_keys, out: &part_out, sums: &part_sums }
+            } else {
+                AttentionPath::Whole
+            };
+            let a = Attention {
+                q: &d_q,
+                out: &out,
+                sink: &d_sink,
+                turns: &turns,
+                sequence: &step.d_sequence,
+                sequences: &d_list,
+                staged: &staged,
+                ring: ring_pages,
+                entries,
+                window,
+                quantise: false,
+                path,
+            };
+            ops::attend(&lab.stream, &a)?;
+            results.push(lab.get(&out)?);
+        }
+    }
+    let alone = results[..2].concat();
+    let among: Vec<u16> = results[2..].iter().flat_map(|r| &r[r.len() - heads * HEAD_DIM..]).copied().collect();
+    let wrong = different(&among, &alone);
+    lab.report("attend, alone = among 40", format!("{kind:?}, position {position}, window {window}"), wrong, 0.0);
     Ok(())
 }
 

@@ -176,9 +176,11 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Copies of a buffer of `bytes` bytes that together exceed any L2 cache.
-fn copies(bytes: usize) -> usize {
-    (400usize << 20).div_ceil(bytes).clamp(2, 64)
+impl Bench<'_> {
+    /// Copies of a buffer of `bytes` bytes that together exceed the L2 cache several times.
+    fn copies(&self, bytes: usize) -> usize {
+        (6 * self.gpu.limits().l2_bytes as usize).div_ceil(bytes).clamp(2, 64)
+    }
 }
 
 fn linear(b: &mut Bench<'_>) -> Result<()> {
@@ -192,7 +194,7 @@ fn linear(b: &mut Bench<'_>) -> Result<()> {
     for (name, rows, cols) in shapes {
         let is_bf16 = name.contains("bf16");
         let size = rows * cols * if is_bf16 { 2 } else { 1 };
-        let n = copies(size).min(16);
+        let n = b.copies(size).min(16);
         let mut weights = Vec::new();
         for _ in 0..n {
             weights.push(if is_bf16 {
@@ -303,7 +305,7 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
 
 fn hyper(b: &mut Bench<'_>) -> Result<()> {
     for tokens in [1, 8, 64, 4096] {
-        let n = copies(tokens * STREAMS * D * 2).min(24);
+        let n = b.copies(tokens * STREAMS * D * 2).min(24);
         let basis = (0..n).map(|_| b.f32(24 * STREAMS * D)).collect::<Result<Vec<_>>>()?;
         let (x, y) = (b.bf16(tokens * STREAMS * D)?, b.bf16(tokens * D)?);
         let mixes = b.f32(tokens * MIX_FLOATS)?;
@@ -340,7 +342,7 @@ fn turns(b: &mut Bench<'_>, rows: usize) -> Result<Buffer<[f32; 2]>> {
 
 fn insert(b: &mut Bench<'_>) -> Result<()> {
     for tokens in [1, 8, 64, 1024, 4096] {
-        let n = copies(tokens * HEADS * HEAD_DIM * 2).min(16);
+        let n = b.copies(tokens * HEADS * HEAD_DIM * 2).min(16);
         let q = (0..n).map(|_| b.bf16(tokens * HEADS * HEAD_DIM)).collect::<Result<Vec<_>>>()?;
         let (kv, norm, turns) = (b.bf16(tokens * HEAD_DIM)?, b.f32(HEAD_DIM)?, turns(b, tokens)?);
         let staged = b.out(tokens * ROW_BYTES)?;
@@ -430,7 +432,7 @@ fn indexer(b: &mut Bench<'_>) -> Result<()> {
         let groups: Vec<Group> =
             (0..batch as u32).map(|s| Group { sequence: s, first_row: s, rows: 1, position }).collect();
         let (groups, positions) = (b.put(&groups)?, b.put(&vec![position; batch])?);
-        let n = copies(batch * keys * KEY_BYTES).min(24);
+        let n = b.copies(batch * keys * KEY_BYTES).min(24);
         let tables = (0..n).map(|_| Table::new(b, batch, keys / 64, 64 * KEY_BYTES)).collect::<Result<Vec<_>>>()?;
         let (scores, ids, counts) = (b.out(batch * keys)?, b.out(batch * 512)?, b.out(batch)?);
         let bytes = (batch * keys * (KEY_BYTES + 4)) as f64;
@@ -452,9 +454,11 @@ fn indexer(b: &mut Bench<'_>) -> Result<()> {
         };
         b.time(format!("index_scores, {batch} x {keys}"), bytes, 0.0, n, call)?;
         let values = b.f32(batch * keys)?;
+        let candidates = batch * ops::top_k_parts(keys, 512);
+        let (part_values, part_ids) = (b.out(candidates)?, b.out(candidates)?);
         b.time(format!("top_k 512, {batch} x {keys}"), (4 * batch * keys) as f64, 0.0, 10, |stream, _| {
-            let positions = Some((&positions, 4));
-            let a = TopK { scores: &values, pitch: keys, positions, ids: &ids, counts: &counts, k: 512 };
+            let (positions, parts) = (Some((&positions, 4)), Some((&part_values, &part_ids)));
+            let a = TopK { scores: &values, pitch: keys, positions, ids: &ids, counts: &counts, k: 512, parts };
             ops::top_k(stream, &a)
         })?;
         b.arena.restart();

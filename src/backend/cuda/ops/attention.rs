@@ -1,5 +1,6 @@
 //! `kernels/attention.cu`: sparse attention over window and entries.
 
+use super::super::device::Limits;
 use super::super::memory::Buffer;
 use super::super::stream::Stream;
 use super::cache::{Pages, RawPages, Sequence};
@@ -9,7 +10,7 @@ use crate::error::{Result, bail};
 /// Most runs that a query's keys are cut into.
 const MAX_SPLITS: usize = 32;
 /// Fewest keys of a run.
-const RUN_KEYS: usize = 64;
+const RUN_KEYS: usize = 128;
 
 /// Entries that queries attend to besides the window.
 pub(crate) enum Entries<'a> {
@@ -100,14 +101,20 @@ unsafe impl Params for JoinParams {}
 struct Shape {
     heads: usize,
     keys: usize,
+    threads: u32,
 }
 
 impl Shape {
-    /// The largest block that wastes no whole tile of 16 heads and fits the device.
-    fn of(heads: usize, shared_bytes: u32) -> Self {
-        let shapes = [Self { heads: 64, keys: 32 }, Self { heads: 32, keys: 32 }, Self { heads: 16, keys: 64 }];
-        let fits = |s: &Self| heads.next_multiple_of(16).is_multiple_of(s.heads) && s.shared() <= shared_bytes as usize;
-        shapes.into_iter().find(fits).unwrap_or(shapes[2])
+    /// The largest block that wastes no whole tile of 16 heads and fits the device. Small ones of 16 heads where few
+    /// `rows` would leave most of the device idle: the same bits as blocks of 64, sooner.
+    fn of(heads: usize, rows: usize, limits: &Limits) -> Self {
+        let shape = |heads, keys, threads| Self { heads, keys, threads };
+        let shapes = [shape(64, 64, 512), shape(32, 32, 256), shape(16, 64, 256)];
+        let fits =
+            |s: &Self| heads.next_multiple_of(16).is_multiple_of(s.heads) && s.shared() <= limits.shared_bytes as usize;
+        let largest = shapes.into_iter().find(fits).unwrap_or(shapes[2]);
+        let is_idle = rows * heads / 64 * 4 < limits.multiprocessors as usize / 2;
+        if largest.heads == 64 && is_idle { shapes[2] } else { largest }
     }
 
     fn shared(self) -> usize {
@@ -141,7 +148,7 @@ pub(crate) fn attend(stream: &Stream, a: &Attention<'_>) -> Result<()> {
             ratio = 128;
         }
     }
-    let shape = Shape::of(heads, stream.gpu().limits().shared_bytes);
+    let shape = Shape::of(heads, rows, stream.gpu().limits());
     let (mut parts, mut runs) = ((0, 0), 1);
     if let Path::Split { most_keys, out, sums } = &a.path {
         at_least("the attention workspace", out, rows * MAX_SPLITS * heads * HEAD_DIM)?;
@@ -183,7 +190,7 @@ pub(crate) fn attend(stream: &Stream, a: &Attention<'_>) -> Result<()> {
     // rows are the second dimension, which has 65535: longer steps come in pieces
     let grid = [heads.div_ceil(shape.heads), rows, runs];
     // SAFETY: sizes checked above; the rest is the caller's promise.
-    unsafe { stream.launch(kernel, Launch { grid, block: 256, shared: shape.shared() }, &params)? };
+    unsafe { stream.launch(kernel, Launch { grid, block: shape.threads, shared: shape.shared() }, &params)? };
     if !split {
         return Ok(());
     }
@@ -197,16 +204,24 @@ pub(crate) fn attend(stream: &Stream, a: &Attention<'_>) -> Result<()> {
 mod tests {
     use super::*;
 
+    fn device(shared_bytes: u32) -> Limits {
+        Limits { name: String::new(), arch: (9, 0), multiprocessors: 132, shared_bytes, l2_bytes: 0 }
+    }
+
     #[test]
     fn head_counts_waste_at_most_one_tile_and_fit_the_device() {
-        let heads = |n, shared| Shape::of(n, shared).heads;
-        let (hopper, ada) = (227 << 10, 99 << 10);
-        assert_eq!([4, 8, 16, 24, 32, 64, 128].map(|n| heads(n, hopper)), [16, 16, 16, 32, 32, 64, 64]);
-        assert_eq!([64, 128].map(|n| heads(n, ada)), [32, 32]);
+        let (hopper, ada) = (device(227 << 10), device(99 << 10));
+        let heads = |n, rows, device: &Limits| Shape::of(n, rows, device).heads;
+        assert_eq!([4, 8, 16, 24, 32, 64, 128].map(|n| heads(n, 4096, &hopper)), [16, 16, 16, 32, 32, 64, 64]);
+        assert_eq!([64, 128].map(|n| heads(n, 4096, &ada)), [32, 32]);
+        assert_eq!([64, 128].map(|n| heads(n, 1, &hopper)), [16, 16], "few rows: more, smaller blocks");
         for n in 1..=128 {
-            for shared in [hopper, ada] {
-                let shape = Shape::of(n, shared);
-                assert!(n.div_ceil(shape.heads) * shape.heads - n < 16 && shape.shared() <= shared as usize);
+            for device in [&hopper, &ada] {
+                for rows in [1, 100, 4096] {
+                    let shape = Shape::of(n, rows, device);
+                    let wasted = n.div_ceil(shape.heads) * shape.heads - n;
+                    assert!(wasted < 16 && shape.shared() <= device.shared_bytes as usize, "{n} heads, {rows} rows");
+                }
             }
         }
     }

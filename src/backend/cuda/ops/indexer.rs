@@ -10,6 +10,9 @@ use crate::error::{Result, bail};
 const SCORE_KEYS: usize = 256;
 pub(crate) const GROUP_ROWS: usize = 16;
 const MAX_HEADS: usize = 64;
+/// Values of a row that a block chooses from, and bytes of its shared memory.
+const CHUNK: usize = 16_384;
+const SELECT_SHARED: usize = 4 * CHUNK;
 
 /// Arguments of [`index_query`].
 pub(crate) struct IndexQuery<'a> {
@@ -155,6 +158,14 @@ pub(crate) struct TopK<'a> {
     /// `[rows]`.
     pub(crate) counts: &'a Buffer<u32>,
     pub(crate) k: usize,
+    /// Candidates `[rows, top_k_parts]`, for rows of more than one chunk.
+    pub(crate) parts: Option<(&'a Buffer<f32>, &'a Buffer<u32>)>,
+}
+
+/// Candidates of a row of up to `pitch` values; 0 if one block sees them all.
+pub(crate) fn top_k_parts(pitch: usize, k: usize) -> usize {
+    let chunks = pitch.div_ceil(CHUNK);
+    if chunks > 1 { chunks * k } else { 0 }
 }
 
 #[derive(Clone, Copy)]
@@ -164,10 +175,14 @@ struct TopKParams {
     positions: u64,
     ids: u64,
     counts: u64,
+    part_scores: u64,
+    part_ids: u64,
     pitch: u32,
     ratio: u32,
     count: u32,
     k: u32,
+    chunks: u32,
+    pad: u32,
 }
 // SAFETY: mirrors `TopKParams`.
 unsafe impl Params for TopKParams {}
@@ -183,7 +198,22 @@ pub(crate) fn top_k(stream: &Stream, a: &TopK<'_>) -> Result<()> {
             bail!(InvalidArgument, "entries of 0 tokens");
         }
     }
+    let (chunks, parts) = (a.pitch.div_ceil(CHUNK), top_k_parts(a.pitch, a.k));
+    if parts > CHUNK {
+        bail!(Unsupported, "top {} of {} values; the GPU kernels take top-k times chunks up to {CHUNK}", a.k, a.pitch);
+    }
+    if parts > 0 {
+        let Some((values, ids)) = a.parts else {
+            bail!(InvalidArgument, "top-k of {} values needs workspace", a.pitch)
+        };
+        at_least("the top-k candidates", values, count * parts)?;
+        at_least("the top-k candidates", ids, count * parts)?;
+    }
     let params = TopKParams {
+        part_scores: address(a.parts.map(|p| p.0)),
+        part_ids: address(a.parts.map(|p| p.1)),
+        chunks: chunks as u32,
+        pad: 0,
         scores: a.scores.address(),
         positions: address(a.positions.map(|p| p.0)),
         ids: a.ids.address(),
@@ -194,8 +224,15 @@ pub(crate) fn top_k(stream: &Stream, a: &TopK<'_>) -> Result<()> {
         k: word("top-k", a.k)?,
     };
     let kernel = stream.gpu().kernel("top_k")?;
+    let launch = |grid| Launch { grid, block: 1024, shared: SELECT_SHARED };
     // SAFETY: sizes checked above; positions that fit the rows are the caller's promise.
-    unsafe { stream.launch(kernel, rows(count, 1024), &params) }
+    unsafe { stream.launch(kernel, launch([chunks, count, 1]), &params)? };
+    if chunks == 1 {
+        return Ok(());
+    }
+    let kernel = stream.gpu().kernel("top_k_merge")?;
+    // SAFETY: as above.
+    unsafe { stream.launch(kernel, launch([count, 1, 1]), &params) }
 }
 
 #[derive(Clone, Copy)]

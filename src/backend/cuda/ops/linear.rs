@@ -125,9 +125,11 @@ pub(super) fn few_shared(cols: usize, tiles: usize) -> usize {
     few_rows(cols) / 16 * cols.div_ceil(SLICE) * tiles * 128 * 4
 }
 
-/// Bytes of shared memory of a block with many tokens; the stages are those of `product.cuh`.
-pub(super) fn many_shared(block_bytes: usize, scale_bytes: usize, stages: usize) -> usize {
-    stages * (TILE[0] * block_bytes + TILE[1] * 256 + scale_bytes)
+/// Bytes of shared memory of a block with many tokens, as `tiled_bytes` of `product.cuh`: two stages of weights of
+/// `block_bytes` a row and 128 columns, inputs and scales, and the sums of what has narrow weights.
+pub(super) fn many_shared(block_bytes: usize, scale_bytes: usize) -> usize {
+    let sums = if block_bytes < 256 { TILE[0] * TILE[1] * 4 } else { 0 };
+    2 * (TILE[0] * block_bytes + TILE[1] * 256 + scale_bytes) + sums
 }
 
 /// float32 values of workspace that [`linear`] may use for `rows` outputs of `tokens` tokens.
@@ -138,33 +140,50 @@ pub(crate) fn workspace_len(rows: usize, cols: usize, tokens: usize) -> usize {
 /// Runs all `jobs` on the same tokens. `workspace` lets few tokens use the whole device; a smaller one is slower, never
 /// different: sums have one order (`kernels/product.cuh`).
 pub(crate) fn linear(stream: &Stream, jobs: &[Job<'_>], tokens: usize, workspace: Option<&Buffer<f32>>) -> Result<()> {
-    if jobs.len() > MAX_JOBS {
-        bail!(InvalidArgument, "{} products in one launch; {MAX_JOBS} are possible", jobs.len());
-    }
-    if jobs.is_empty() || tokens == 0 {
+    if tokens == 0 {
         return Ok(());
     }
-    let few = tokens <= FEW;
-    let mut params =
-        LinearParams { jobs: Default::default(), parts: 0, count: jobs.len() as u32, tokens: word("tokens", tokens)? };
-    let (mut tiles, mut shared, mut slices) = (0, 0, 0);
+    if tokens <= FEW {
+        return few(stream, jobs, tokens);
+    }
+    // a kernel a kind of storage
+    let is_bf16 = |job: &&Job<'_>| matches!(job.weight, Weight::Bf16(_));
+    let (wide, narrow): (Vec<&Job<'_>>, Vec<&Job<'_>>) = jobs.iter().partition(is_bf16);
+    many(stream, &narrow, tokens, workspace, "linear_many_e4m3", many_shared(128, 0))?;
+    many(stream, &wide, tokens, workspace, "linear_many_bf16", many_shared(256, 0))
+}
+
+/// Up to 16 tokens: bound by the weights' bytes.
+fn few(stream: &Stream, jobs: &[Job<'_>], tokens: usize) -> Result<()> {
+    let mut params = LinearParams::new(jobs.len(), tokens)?;
+    let (mut tiles, mut shared) = (0, 0);
     for (job, raw) in jobs.iter().zip(&mut params.jobs) {
         *raw = check(job, tokens)?;
         raw.first_tile = word("row tiles", tiles)?;
-        slices = slices.max(job.cols.div_ceil(SLICE));
-        if few {
-            tiles += job.rows.div_ceil(few_rows(job.cols));
-            shared = shared.max(few_shared(job.cols, tokens.div_ceil(8)));
-        } else {
-            tiles += job.rows.div_ceil(TILE[0]);
-            let is_bf16 = matches!(job.weight, Weight::Bf16(_));
-            shared = shared.max(if is_bf16 { many_shared(256, 0, 2) } else { many_shared(128, 0, 3) });
-        }
+        tiles += job.rows.div_ceil(few_rows(job.cols));
+        shared = shared.max(few_shared(job.cols, tokens.div_ceil(8)));
     }
-    if few {
-        let kernel = stream.gpu().kernel(if tokens <= 8 { "linear_few8" } else { "linear_few16" })?;
-        // SAFETY: sizes checked for each job.
-        return unsafe { stream.launch(kernel, Launch { grid: [tiles, 1, 1], block: 256, shared }, &params) };
+    let kernel = stream.gpu().kernel(if tokens <= 8 { "linear_few8" } else { "linear_few16" })?;
+    // SAFETY: sizes checked for each job.
+    unsafe { stream.launch(kernel, Launch { grid: [tiles, 1, 1], block: 256, shared }, &params) }
+}
+
+/// Many tokens: tiles of rows and tokens, and of slices where there are too few of those.
+fn many(
+    stream: &Stream,
+    jobs: &[&Job<'_>],
+    tokens: usize,
+    workspace: Option<&Buffer<f32>>,
+    kernel: &str,
+    shared: usize,
+) -> Result<()> {
+    let mut params = LinearParams::new(jobs.len(), tokens)?;
+    let (mut tiles, mut slices) = (0, 0);
+    for (job, raw) in jobs.iter().zip(&mut params.jobs) {
+        *raw = check(job, tokens)?;
+        raw.first_tile = word("row tiles", tiles)?;
+        tiles += job.rows.div_ceil(TILE[0]);
+        slices = slices.max(job.cols.div_ceil(SLICE));
     }
     let token_tiles = tokens.div_ceil(TILE[1]);
     let wanted = stream.gpu().limits().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR;
@@ -172,7 +191,7 @@ pub(crate) fn linear(stream: &Stream, jobs: &[Job<'_>], tokens: usize, workspace
     let split = workspace.filter(fits).filter(|_| slices > 1 && tiles * token_tiles < wanted);
     params.parts = split.map_or(0, Buffer::address);
     let depth = if split.is_some() { slices } else { 1 };
-    let kernel = stream.gpu().kernel("linear_many")?;
+    let kernel = stream.gpu().kernel(kernel)?;
     // SAFETY: sizes checked for each job, and that of the workspace above.
     unsafe { stream.launch(kernel, Launch { grid: [tiles, token_tiles, depth], block: 256, shared }, &params)? };
     if split.is_none() {
@@ -182,6 +201,16 @@ pub(crate) fn linear(stream: &Stream, jobs: &[Job<'_>], tokens: usize, workspace
     let kernel = stream.gpu().kernel("linear_join")?;
     // SAFETY: as above.
     unsafe { stream.launch(kernel, Launch { grid: [tiles, token_tiles, 8], block: 256, shared: 0 }, &join) }
+}
+
+impl LinearParams {
+    fn new(count: usize, tokens: usize) -> Result<Self> {
+        if count > MAX_JOBS {
+            bail!(InvalidArgument, "{count} products in one launch; {MAX_JOBS} are possible");
+        }
+        let tokens = word("tokens", tokens)?;
+        Ok(Self { jobs: Default::default(), parts: 0, count: count as u32, tokens })
+    }
 }
 
 fn check(job: &Job<'_>, tokens: usize) -> Result<RawJob> {

@@ -264,14 +264,15 @@ pub(crate) fn expert_product(stream: &Stream, g: &Grouping<'_>, a: &Product<'_>)
         },
         pad: 0,
     };
-    let outputs = halves * a.rows;
+    let (outputs, e2m1) = (halves * a.rows, a.format == ExpertFormat::E2m1);
     let (name, launch) = if a.tokens <= FEW_TOKENS {
-        let grid = [outputs.div_ceil(few_rows(a.cols)), g.experts.min(places), 1];
-        ("expert_few", Launch { grid, block: 256, shared: few_shared(a.cols, 1) })
+        let grid = [outputs / few_rows(a.cols), g.experts.min(places), 1];
+        let name = if e2m1 { "expert_few_e2m1" } else { "expert_few_e4m3" };
+        (name, Launch { grid, block: 256, shared: few_shared(a.cols, 1) })
     } else {
-        let e2m1 = a.format == ExpertFormat::E2m1;
-        let shared = if e2m1 { many_shared(64, 512, 3) } else { many_shared(128, 0, 3) };
-        ("expert_many", Launch { grid: [outputs / 128, g.most_tiles(), 1], block: 256, shared })
+        let (name, shared) =
+            if e2m1 { ("expert_many_e2m1", many_shared(64, 512)) } else { ("expert_many_e4m3", many_shared(128, 0)) };
+        (name, Launch { grid: [outputs / 128, g.most_tiles(), 1], block: 256, shared })
     };
     let kernel = stream.gpu().kernel(name)?;
     // SAFETY: sizes checked above; the experts' addresses are the caller's promise.
