@@ -18,12 +18,11 @@ fn main() {
     // for dsv4_build_info()
     println!("cargo::rustc-env=DSV4_TARGET={}", get("TARGET"));
     println!("cargo::rustc-env=DSV4_PROFILE={}", get("PROFILE"));
-    println!("cargo::rustc-env=DSV4_CUDA={}", if cuda { "on" } else { "off" });
     // for build scripts of crates that depend on this one: DEP_DSV4_INCLUDE
     println!("cargo::metadata=include={}/include", get("CARGO_MANIFEST_DIR"));
-    if cuda {
-        kernels(&PathBuf::from(get("CARGO_MANIFEST_DIR")).join("kernels"), &PathBuf::from(get("OUT_DIR")));
-    }
+    let folder = PathBuf::from(get("CARGO_MANIFEST_DIR")).join("kernels");
+    let held = if cuda { kernels(&folder, &PathBuf::from(get("OUT_DIR"))) } else { "off".into() };
+    println!("cargo::rustc-env=DSV4_CUDA={held}");
 
     if get("CARGO_CFG_TARGET_OS") == "linux" {
         // while the version is 0.x every minor version is an ABI of its own
@@ -37,8 +36,9 @@ fn main() {
     }
 }
 
-/// Writes `kernels.rs`, which `src/backend/cuda/kernels.rs` includes: images or sources, and their architectures.
-fn kernels(folder: &Path, out: &Path) {
+/// Writes `kernels.rs`, which `src/backend/cuda/kernels.rs` includes: images or sources, and their architectures. Says in
+/// words what that is.
+fn kernels(folder: &Path, out: &Path) -> String {
     println!("cargo::rerun-if-changed=kernels");
     println!("cargo::rerun-if-env-changed=DSV4_NVCC");
     println!("cargo::rerun-if-env-changed=DSV4_CUDA_ARCHS");
@@ -72,6 +72,7 @@ fn kernels(folder: &Path, out: &Path) {
         list(&headers)
     );
     fs::write(out.join("kernels.rs"), text).expect("writing to OUT_DIR");
+    if archs.is_empty() { "on (kernels as sources)".into() } else { format!("on (kernels for {})", archs.join(" ")) }
 }
 
 fn find_nvcc() -> Option<PathBuf> {

@@ -9,25 +9,14 @@ use cudarc::driver::sys;
 
 use super::device::{Limits, plain};
 use super::nvrtc;
+use crate::backend::CudaKernels;
 use crate::error::{Result, bail};
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-/// What a build brings for GPUs.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KernelInventory {
-    /// Source files, each a group of kernels.
-    pub files: Vec<&'static str>,
-    /// Architectures with machine code (`80`, `90a`, ..); the first one's PTX serves others. Empty: the build holds
-    /// sources, which NVRTC must compile.
-    pub architectures: Vec<&'static str>,
-    /// Bytes embedded.
-    pub bytes: u64,
-}
-
 /// The kernels of this build.
-pub fn kernel_inventory() -> KernelInventory {
-    KernelInventory {
+pub fn kernels() -> CudaKernels {
+    CudaKernels {
         files: IMAGES.iter().map(|(name, _)| name.trim_end_matches(".cu")).collect(),
         architectures: ARCHS.to_vec(),
         bytes: IMAGES.iter().chain(HEADERS).map(|(_, bytes)| bytes.len() as u64).sum(),
@@ -144,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_build_says_which_kernels_and_architectures_it_holds() {
-        let inventory = kernel_inventory();
+        let inventory = kernels();
         for file in ["attention", "compressor", "hyper", "indexer", "insert", "linear", "moe", "norm"] {
             assert!(inventory.files.contains(&file), "{file} in {:?}", inventory.files);
         }

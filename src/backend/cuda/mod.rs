@@ -43,4 +43,4 @@ mod upload;
 
 pub use check::{Check, SelfTestOptions, Timing, self_test, timings};
 pub use driver::devices;
-pub use kernels::{KernelInventory, kernel_inventory};
+pub use kernels::kernels;

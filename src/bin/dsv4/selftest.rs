@@ -2,8 +2,8 @@
 
 #![forbid(unsafe_code)]
 
-use dsv4::backend::cuda::{SelfTestOptions, kernel_inventory, self_test, timings};
-use dsv4::backend::cuda_devices;
+use dsv4::backend::cuda::{SelfTestOptions, self_test, timings};
+use dsv4::backend::{cuda_devices, cuda_kernels};
 use dsv4::{DeviceChoice, ErrorKind};
 
 use crate::failure::{Failure, Result};
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &Args) -> Result {
         return Err(Failure::Usage("selftest compares a GPU with the CPU: --device cuda or cuda:N".into()));
     };
     let device = u32::try_from(number).unwrap_or(u32::MAX);
-    let (inventory, devices) = (kernel_inventory(), cuda_devices()?);
+    let (inventory, devices) = (cuda_kernels(), cuda_devices()?);
     let name = devices.get(device as usize).map_or("no such device", |d| d.name.as_str());
     let held = if inventory.architectures.is_empty() { "sources".into() } else { inventory.architectures.join(" ") };
     output::line(format_args!("dsv4 {} on cuda:{device} ({name}); kernels: {held}", env!("CARGO_PKG_VERSION")))?;

@@ -164,7 +164,7 @@ impl<'a> Lab<'a> {
 }
 
 fn poisoned(gpu: &Gpu, stream: &Stream, small: bool) -> Result<Arena> {
-    let bytes = if small { BYTES / 8 } else { BYTES };
+    let bytes = if small { BYTES / 3 } else { BYTES };
     let mut arena = Arena::new(gpu, bytes)?;
     let all: Buffer<u8> = arena.take("a check", bytes as usize)?;
     stream.fill(&all, 0xFF)?;

@@ -105,15 +105,15 @@ struct Shape {
 }
 
 impl Shape {
-    /// The largest block that wastes no whole tile of 16 heads and fits the device. Small ones of 16 heads where few
-    /// `rows` would leave most of the device idle: the same bits as blocks of 64, sooner.
-    fn of(heads: usize, rows: usize, limits: &Limits) -> Self {
+    /// The largest block that wastes no whole tile of 16 heads and fits the device. Small ones of 16 heads where `pieces`
+    /// (rows times runs) would leave most of the device idle: the same bits as blocks of 64, sooner.
+    fn of(heads: usize, pieces: usize, limits: &Limits) -> Self {
         let shape = |heads, keys, threads| Self { heads, keys, threads };
         let shapes = [shape(64, 64, 512), shape(32, 32, 256), shape(16, 64, 256)];
         let fits =
             |s: &Self| heads.next_multiple_of(16).is_multiple_of(s.heads) && s.shared() <= limits.shared_bytes as usize;
         let largest = shapes.into_iter().find(fits).unwrap_or(shapes[2]);
-        let is_idle = rows * heads / 64 * 4 < limits.multiprocessors as usize / 2;
+        let is_idle = pieces * heads / 64 < limits.multiprocessors as usize / 2;
         if largest.heads == 64 && is_idle { shapes[2] } else { largest }
     }
 
@@ -148,15 +148,15 @@ pub(crate) fn attend(stream: &Stream, a: &Attention<'_>) -> Result<()> {
             ratio = 128;
         }
     }
-    let shape = Shape::of(heads, rows, stream.gpu().limits());
     let (mut parts, mut runs) = ((0, 0), 1);
     if let Path::Split { most_keys, out, sums } = &a.path {
         at_least("the attention workspace", out, rows * MAX_SPLITS * heads * HEAD_DIM)?;
         at_least("the attention sums", sums, rows * MAX_SPLITS * heads)?;
         parts = (out.address(), sums.address());
-        // window and entries are tiled apart: one tile more than the keys alone would need
-        runs = (most_keys + 2 * shape.keys).div_ceil(RUN_KEYS).min(MAX_SPLITS);
+        // window and entries are tiled apart, in tiles of at most 64 keys: two more than the keys alone would need
+        runs = (most_keys + 2 * 64).div_ceil(RUN_KEYS).min(MAX_SPLITS);
     }
+    let shape = Shape::of(heads, rows * runs, stream.gpu().limits());
     let params = AttentionParams {
         q: a.q.address(),
         out: a.out.address(),
@@ -211,16 +211,19 @@ mod tests {
     #[test]
     fn head_counts_waste_at_most_one_tile_and_fit_the_device() {
         let (hopper, ada) = (device(227 << 10), device(99 << 10));
-        let heads = |n, rows, device: &Limits| Shape::of(n, rows, device).heads;
+        let heads = |n, pieces, device: &Limits| Shape::of(n, pieces, device).heads;
         assert_eq!([4, 8, 16, 24, 32, 64, 128].map(|n| heads(n, 4096, &hopper)), [16, 16, 16, 32, 32, 64, 64]);
         assert_eq!([64, 128].map(|n| heads(n, 4096, &ada)), [32, 32]);
-        assert_eq!([64, 128].map(|n| heads(n, 1, &hopper)), [16, 16], "few rows: more, smaller blocks");
+        assert_eq!([64, 128].map(|n| heads(n, 1, &hopper)), [16, 16], "few pieces: more, smaller blocks");
         for n in 1..=128 {
             for device in [&hopper, &ada] {
-                for rows in [1, 100, 4096] {
-                    let shape = Shape::of(n, rows, device);
+                for pieces in [1, 100, 4096] {
+                    let shape = Shape::of(n, pieces, device);
                     let wasted = n.div_ceil(shape.heads) * shape.heads - n;
-                    assert!(wasted < 16 && shape.shared() <= device.shared_bytes as usize, "{n} heads, {rows} rows");
+                    assert!(
+                        wasted < 16 && shape.shared() <= device.shared_bytes as usize,
+                        "{n} heads, {pieces} pieces"
+                    );
                 }
             }
         }
