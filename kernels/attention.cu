@@ -155,7 +155,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
   const u32 p_address = shared_address(probabilities) + (lane % 16 * L::P_PITCH + lane / 16 * 8) * 2;
 
   float out[ROW_TILES][COLUMN_TILES][4] = {};
-  float top = MINUS_INF, sum = 0.0f;  // of head thread / PER_HEAD
+  float top = minus_infinity(), sum = 0.0f;  // of head thread / PER_HEAD
   for (u32 tile = begin; tile < end; tile++) {
     __syncthreads();
     store();
@@ -187,7 +187,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int key = score_key + n * 8 + quad * 2 + j % 2, head = score_row + lane / 4 + j / 2 * 8;
-        scores[head * L::S_PITCH + key] = key < valid ? part[n][j] * 0.04419417382415922f : MINUS_INF;
+        scores[head * L::S_PITCH + key] = key < valid ? part[n][j] * 0.04419417382415922f : minus_infinity();
       }
     __syncthreads();
 
@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(128) attend_join(const __grid_const
   const Tiles t = j.keys == 64 ? tiles_of<64>(p, row, position) : tiles_of<32>(p, row, position);
   const u32 runs = (t.total + t.per_run - 1) / t.per_run;
   const float2* sums = p.part_sums + u64(row) * MAX_SPLITS * p.heads + head;
-  float top = MINUS_INF;
+  float top = minus_infinity();
   for (u32 r = 0; r < runs; r++) {
     const float m = sums[r * p.heads].x;
     top = m > top ? m : top;

@@ -172,7 +172,7 @@ __device__ __forceinline__ void compress4(const CompressParams& p) {
         g[4 + slot] = state[State4<DIM>::current(1, slot, DIM + c)];
       }
     }
-    float top = MINUS_INF, sum = 0.0f, acc = 0.0f;
+    float top = minus_infinity(), sum = 0.0f, acc = 0.0f;
 #pragma unroll
     for (int k = 0; k < 8; k++) top = g[k] > top ? g[k] : top;
 #pragma unroll
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) compress128(const __gri
   const bool goes_on = group < s.start;
 #pragma unroll
   for (int i = 0; i < CH; i++) {
-    top[i] = goes_on ? state[c + i] : MINUS_INF;
+    top[i] = goes_on ? state[c + i] : minus_infinity();
     sum[i] = goes_on ? state[DIM + c + i] : 0.0f;
     acc[i] = goes_on ? state[2 * DIM + c + i] : 0.0f;
   }
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) compress128(const __gri
   if (is_last) {
 #pragma unroll
     for (int i = 0; i < CH; i++) {
-      fresh[c + i] = completes ? MINUS_INF : top[i];
+      fresh[c + i] = completes ? minus_infinity() : top[i];
       fresh[DIM + c + i] = completes ? 0.0f : sum[i];
       fresh[2 * DIM + c + i] = completes ? 0.0f : acc[i];
     }

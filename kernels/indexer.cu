@@ -167,7 +167,7 @@ constexpr u32 CHUNK = 16384, SELECT_THREADS = 1024, PER_THREAD = CHUNK / SELECT_
 
 // orders like the value; NaN and minus infinity are equally low, and above 0
 __device__ __forceinline__ u32 rank_of(float v) {
-  if (v != v) v = MINUS_INF;
+  if (v != v) v = minus_infinity();
   const u32 bits = __float_as_uint(v + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }

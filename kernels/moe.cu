@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(128) route(const __grid_constant__ 
       rank[i] = 0;
       if (e < p.experts) {
         float v = affinity(logits[e]) + p.bias[e];
-        if (v != v) v = MINUS_INF;
+        if (v != v) v = minus_infinity();
         const u32 bits = __float_as_uint(v + 0.0f);  // minus zero equals zero
         rank[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
       }
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const __grid_constant__
   wait_for_inputs();
   const u64 row = blockIdx.x;
   const float weight = p.weights ? p.weights[p.order[row]] : 1.0f;
-  const float limit = p.limit > 0.0f ? p.limit : -MINUS_INF;
+  const float limit = p.limit > 0.0f ? p.limit : -minus_infinity();
   const uint4* gate = reinterpret_cast<const uint4*>(p.gate_up + row * 2 * p.width);
   const uint4* up = gate + p.width / 8;
   for (u32 base = 0; base < p.width / 8; base += 256) {
