@@ -452,8 +452,15 @@ pub(super) fn argmax(lab: &mut Lab<'_>) -> Result<()> {
 }
 
 pub(super) fn top_k(lab: &mut Lab<'_>) -> Result<()> {
-    let pitch = if lab.small { 5000 } else { 70_000 };
     for k in [1, 16, 512, 1024] {
+        // 262144 entries are a context of a million tokens
+        let pitch = if lab.small {
+            5000
+        } else if k < 512 {
+            70_000
+        } else {
+            262_144
+        };
         lab.clear()?;
         let mut rows: Vec<Vec<f32>> = vec![
             lab.normal(pitch, 1.0),

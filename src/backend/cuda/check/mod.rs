@@ -91,6 +91,7 @@ const GROUPS: &[(&str, Group)] = &[
     ("compress", sequence::compress),
     ("indexer", sequence::indexer),
     ("attend", sequence::attend),
+    ("far pages", sequence::far_pages),
 ];
 
 /// Runs the checks and tells `seen` each outcome as it comes; true if all passed. A check that cannot run is an error.

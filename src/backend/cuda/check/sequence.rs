@@ -9,7 +9,7 @@ use crate::backend::cpu::compressor::Compressor as CpuCompressor;
 use crate::backend::cpu::indexer::{Queries, Selection, hadamard, scores as cpu_scores, select};
 use crate::backend::cpu::norm::{head_norm, rms_norm, store_bf16};
 use crate::backend::cpu::rope::{Rotations, frequencies};
-use crate::backend::cuda::memory::Buffer;
+use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::ops::{
     self, Attention, AttentionPath, Compress, Compressor, Entries, GROUP_ROWS, Group, HEAD_DIM, INDEX_DIM, IndexQuery,
     Insert, KEY_BYTES, Pages, ROW_BYTES, Scores, Sequence, TopK,
@@ -535,6 +535,87 @@ pub(super) fn attend(lab: &mut Lab<'_>) -> Result<()> {
             attend_alone(lab, kind, window, parts)?;
         }
     }
+    Ok(())
+}
+
+/// Pages beyond 4 GiB, whose offsets and whose ids times their bytes do not fit 32 bits, are found: the bits are those of
+/// the same pages near the beginning.
+pub(super) fn far_pages(lab: &mut Lab<'_>) -> Result<()> {
+    const FAR: usize = 5 << 30;
+    let (heads, position, width, window) = (64, 700, 96, 128);
+    lab.clear()?;
+    if lab.small || lab.gpu.memory()?.0 < (FAR + (1 << 30)) as u64 {
+        return Ok(());
+    }
+    let world = World::new(lab, LayerKind::C4a, window, &[(position, 1)])?;
+    let step = Step::new(lab, &[(position, 1)])?;
+    let (q, sink) = (lab.normal_bf16(heads * HEAD_DIM, 1.5), lab.normal(heads, 1.0));
+    let (index_q, index_weights) = (lab.normal_bf16(heads * INDEX_DIM, 1.0), lab.normal_bf16(heads, 1.0));
+    let (d_q, d_sink, turns, d_staged) = (lab.put_bf16(&q)?, lab.put(&sink)?, step.turns(1)?, lab.put(&world.staged)?);
+    let (d_index_q, d_weights) = (lab.put_bf16(&index_q)?, lab.put_bf16(&index_weights)?);
+    let ids: Vec<u32> = (0..width as u32).collect();
+    let (d_ids, d_counts) = (lab.put(&ids)?, lab.put(&[width as u32])?);
+    let visible = (position + 1) / 4;
+    let groups = lab.put(&[Group { sequence: 0, first_row: 0, rows: 1, position: position as u32 }])?;
+
+    let mut arena = Arena::new(lab.gpu, FAR as u64 + 4096)?;
+    let mut results = Vec::new();
+    for far in [false, true] {
+        arena.restart();
+        // one bucket after the other would not fit: each lies over the whole memory, at pages of its own
+        let whole = arena.take::<u8>("far pages", FAR)?;
+        let mut place = |table: &Table, slot: usize| -> Result<(Buffer<u8>, Buffer<u32>)> {
+            let memory = whole.slice(0..FAR / table.page_bytes * table.page_bytes)?;
+            let base = if far { (FAR - (256 << 20)) / table.page_bytes } else { 0 };
+            let first = base + slot * (64 << 20) / table.page_bytes;
+            let mut ids = Vec::new();
+            for page in 0..table.pitch {
+                let id = first + page * 3;
+                let from = table.at(0, page);
+                let to = memory.slice(id * table.page_bytes..(id + 1) * table.page_bytes)?;
+                lab.stream.write(&to, &table.memory[from..from + table.page_bytes])?;
+                ids.push(id as u32);
+            }
+            Ok((memory, lab.put(&ids)?))
+        };
+        let (ring, pages, keys) = (place(&world.ring, 0)?, place(&world.entries, 1)?, place(&world.keys, 2)?);
+        let out = lab.output::<u16>(heads * HEAD_DIM)?;
+        let (ids, counts) = (&d_ids, &d_counts);
+        let a = Attention {
+            q: &d_q,
+            out: &out,
+            sink: &d_sink,
+            turns: &turns,
+            sequence: &step.d_sequence,
+            sequences: &step.d_sequences,
+            staged: &d_staged,
+            ring: world.ring.pages(&ring),
+            entries: Entries::Selected { pages: world.entries.pages(&pages), ids, counts, width },
+            window,
+            quantise: false,
+            path: AttentionPath::Whole,
+        };
+        ops::attend(&lab.stream, &a)?;
+        let scores = lab.output::<f32>(visible)?;
+        let a = Scores {
+            q: &d_index_q,
+            weights: &d_weights,
+            groups: &groups,
+            keys: world.keys.pages(&keys),
+            scores: &scores,
+            first_row: 0,
+            pitch: visible,
+            sequences: 1,
+            heads,
+            visible,
+            stepwise: true,
+        };
+        ops::scores(&lab.stream, &a)?;
+        results.push((lab.get(&out)?, lab.get(&scores)?));
+    }
+    let wrong = different(&results[1].0, &results[0].0) + different_bits(&results[1].1, &results[0].1);
+    let empty = results[0].1.iter().filter(|v| v.is_nan()).count() as f64;
+    lab.report("pages beyond 4 GiB", "attention and index scores", wrong + empty, 0.0);
     Ok(())
 }
 
