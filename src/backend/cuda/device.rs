@@ -258,10 +258,11 @@ fn describe(status: CUresult) -> String {
         let mut text = std::ptr::null();
         // SAFETY: the pointer outlives the call, and the driver sets it to a string of its own or to null.
         let status = unsafe { call(status, &raw mut text) };
+        if status != CUresult::CUDA_SUCCESS || text.is_null() {
+            return String::new();
+        }
         // SAFETY: a static, NUL-terminated string of the driver.
-        (status == CUresult::CUDA_SUCCESS && !text.is_null())
-            .then(|| unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned())
-            .unwrap_or_default()
+        unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned()
     };
     format!("{}: {}", text(sys::cuGetErrorName), text(sys::cuGetErrorString))
 }

@@ -162,6 +162,7 @@ mod tests {
 
     /// Where NVRTC is installed, the sources compile with it alone.
     #[test]
+    #[expect(clippy::print_stderr, reason = "a skipped test says so")]
     fn every_kernel_compiles_with_nvrtc_where_it_is_installed() {
         if Nvrtc::open().is_err() {
             eprintln!("skipped: NVRTC is not installed");

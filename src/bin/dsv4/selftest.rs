@@ -54,10 +54,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result {
-    let DeviceChoice::Cuda(number) = args.device else {
+    let DeviceChoice::Cuda(device) = args.device else {
         return Err(Failure::Usage("selftest compares a GPU with the CPU: --device cuda or cuda:N".into()));
     };
-    let device = u32::try_from(number).unwrap_or(u32::MAX);
     let (inventory, devices) = (cuda_kernels(), cuda_devices()?);
     let name = devices.get(device as usize).map_or("no such device", |d| d.name.as_str());
     let held = if inventory.architectures.is_empty() { "sources".into() } else { inventory.architectures.join(" ") };

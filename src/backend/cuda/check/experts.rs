@@ -60,37 +60,9 @@ pub(super) fn route(lab: &mut Lab<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Device buffers of a grouping.
-struct Groups {
-    ids: Buffer<u32>,
-    order: Buffer<u32>,
-    places: Buffer<u32>,
-    bounds: Buffer<u32>,
-    active: Buffer<u32>,
-    tiles: Buffer<u32>,
-    totals: Buffer<u32>,
-    experts: usize,
-}
-
-impl Groups {
-    fn new(lab: &mut Lab<'_>, ids: &[u32], experts: usize) -> Result<Self> {
-        let n = ids.len();
-        Ok(Self {
-            ids: lab.put(ids)?,
-            order: lab.output(n)?,
-            places: lab.output(n)?,
-            bounds: lab.output(experts + 1)?,
-            active: lab.output(experts)?,
-            tiles: lab.output(2 * (n.div_ceil(64) + experts))?,
-            totals: lab.output(2)?,
-            experts,
-        })
-    }
-
-    fn grouping(&self) -> Grouping<'_> {
-        let Self { ids, order, places, bounds, active, tiles, totals, experts } = self;
-        Grouping { ids, order, places, bounds, active, tiles, totals, experts: *experts }
-    }
+fn grouping(lab: &mut Lab<'_>, ids: &[u32], experts: usize) -> Result<Grouping> {
+    let ids = lab.put(ids)?;
+    Grouping::new(&mut lab.arena, ids, experts)
 }
 
 fn random_ids(lab: &mut Lab<'_>, tokens: usize, experts: usize, top_k: usize) -> Vec<u32> {
@@ -109,8 +81,8 @@ fn random_ids(lab: &mut Lab<'_>, tokens: usize, experts: usize, top_k: usize) ->
 pub(super) fn group(lab: &mut Lab<'_>) -> Result<()> {
     for (tokens, experts, top_k) in [(1, 8, 2), (3, 256, 6), (500, 256, 6), (700, 5, 2), (9, 512, 16)] {
         let ids = random_ids(lab, tokens, experts, top_k);
-        let groups = Groups::new(lab, &ids, experts)?;
-        ops::group(&lab.stream, &groups.grouping())?;
+        let groups = grouping(lab, &ids, experts)?;
+        ops::group(&lab.stream, &groups)?;
         let mut order: Vec<u32> = (0..ids.len() as u32).collect();
         order.sort_by_key(|&a| (ids[a as usize], a));
         let mut places = vec![0; ids.len()];
@@ -199,8 +171,8 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
         let w2 = Bank::new(lab, format, experts, hidden, inter)?;
         for tokens in [1, 2, 40, 200] {
             let ids = random_ids(lab, tokens, experts, top_k);
-            let groups = Groups::new(lab, &ids, experts)?;
-            ops::group(&lab.stream, &groups.grouping())?;
+            let groups = grouping(lab, &ids, experts)?;
+            ops::group(&lab.stream, &groups)?;
             let x = lab.normal_bf16(tokens * hidden, 1.0);
             let d_x = lab.put_bf16(&x)?;
             let places = tokens * top_k;
@@ -248,7 +220,7 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
                     y: &y,
                     tokens: cut,
                 };
-                ops::expert_product(&lab.stream, &groups.grouping(), &up)?;
+                ops::expert_product(&lab.stream, &groups, &up)?;
                 let down = Product {
                     matrices: &single,
                     rows: hidden,
@@ -259,7 +231,7 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
                     y: &z,
                     tokens: cut,
                 };
-                ops::expert_product(&lab.stream, &groups.grouping(), &down)?;
+                ops::expert_product(&lab.stream, &groups, &down)?;
                 let shape = format!("{format:?}, {tokens} tokens{}", if cut > 1 { ", tiles" } else { "" });
                 let (got_up, got_down) = (lab.get_bf16(&y)?, lab.get_bf16(&z)?);
                 lab.report("experts, gate and up", &shape, distance(&got_up, &want_up), NEIGHBOURS);
@@ -288,27 +260,27 @@ pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
         let (x, logits) = (lab.normal_bf16(tokens * hidden, 1.0), lab.normal(tokens * experts, 2.0));
         let (x, logits) = (lab.put_bf16(&x)?, lab.put(&logits)?);
         let ids = vec![0; tokens * top_k];
-        let groups = Groups::new(lab, &ids, experts)?;
+        let groups = grouping(lab, &ids, experts)?;
         let (weights, places) = (lab.output::<f32>(tokens * top_k)?, tokens * top_k);
         let (up, act, down) =
             (lab.output(places * 2 * inter)?, lab.output(places * inter)?, lab.output(places * hidden)?);
         let y = lab.output::<u16>(tokens * hidden)?;
         let once = |lab: &Lab<'_>| -> Result<()> {
-            let (s, g) = (&lab.stream, groups.grouping());
+            let (s, g) = (&lab.stream, &groups);
             let routing = Routing::Bias(&bias);
             ops::route(
                 s,
                 &Route { logits: &logits, routing, ids: &groups.ids, weights: &weights, experts, top_k, scale: 1.5 },
             )?;
-            ops::group(s, &g)?;
+            ops::group(s, g)?;
             let (matrices, format) = ([w1.experts(), w3.experts()], ExpertFormat::E2m1);
             let (rows, cols) = (inter, hidden);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product(s, &g, &a)?;
+            ops::expert_product(s, g, &a)?;
             ops::swiglu(s, &up, &act, inter, Some((&weights, &groups.order)), 10.0, true)?;
             let (matrices, rows, cols) = ([w2.experts()], hidden, inter);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product(s, &g, &a)?;
+            ops::expert_product(s, g, &a)?;
             ops::combine(s, &down, &x, &groups.places, &y, hidden)
         };
         let was_careful = lab.gpu.is_careful();

@@ -20,7 +20,7 @@ pub(super) struct Lab<'a> {
     pub(super) cpu: &'a Cpu,
     pub(super) small: bool,
     pub(super) gpu: &'a Gpu,
-    arena: Arena,
+    pub(super) arena: Arena,
     seed: u64,
     state: u64,
     seen: &'a mut dyn FnMut(&Check),

@@ -364,11 +364,11 @@ impl World {
             staged: Vec::new(),
         };
         for (s, &(start, rows)) in parts.iter().enumerate() {
-            let mut cache = SequenceCache::new(&manager)?;
+            let mut cache = SequenceCache::new(&manager, 0)?;
             let mut staged = None;
             for (first, count) in [(0, start), (start, rows)] {
                 if let Some(staged) = staged.take() {
-                    cache.commit(&staged);
+                    cache.commit(staged);
                 }
                 let mut part = cache.stage(count)?;
                 let layer = &mut part.layers[0];
@@ -445,7 +445,6 @@ pub(super) fn indexer(lab: &mut Lab<'_>) -> Result<()> {
     Ok(())
 }
 
-#[expect(clippy::too_many_arguments, reason = "both sides of one case")]
 fn score_rows(
     lab: &mut Lab<'_>,
     step: &Step,
@@ -635,11 +634,9 @@ fn attend_alone(lab: &mut Lab<'_>, kind: LayerKind, window: usize, parts: &[(usi
     let position = start + rows - 1;
     let row_bytes = &world.staged[world.staged.len() - ROW_BYTES..];
     for count in [1, repeats] {
-        let sequences = vec![Sequence { start: position as u32, first_row: 0, rows: 1, unused: 0 }; 1];
-        let mut list = Vec::new();
-        for i in 0..count {
-            list.push(Sequence { first_row: i as u32, ..sequences[0] });
-        }
+        let list: Vec<Sequence> = (0..count as u32)
+            .map(|first_row| Sequence { start: position as u32, first_row, rows: 1, unused: 0 })
+            .collect();
         let table = |t: &Table| -> Vec<u32> { t.ids[last * t.pitch..][..t.pitch].repeat(count) };
         let (ring_ids, entry_ids) = (lab.put(&table(&world.ring))?, lab.put(&table(&world.entries))?);
         let (d_q, staged) = (lab.put_bf16(&q.repeat(count))?, lab.put(&row_bytes.repeat(count))?);

@@ -250,22 +250,8 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
             sorted.sort_unstable();
             sorted.dedup();
             touched = sorted.len();
-            groupings.push((
-                b.put(&ids)?,
-                b.out::<u32>(places)?,
-                b.out::<u32>(places)?,
-                b.out::<u32>(experts + 1)?,
-                b.out::<u32>(experts)?,
-                b.out::<u32>(2 * (places.div_ceil(64) + experts))?,
-                b.out::<u32>(2)?,
-            ));
-        }
-        fn grouping<'g>(
-            g: &'g (Buffer<u32>, Buffer<u32>, Buffer<u32>, Buffer<u32>, Buffer<u32>, Buffer<u32>, Buffer<u32>),
-            experts: usize,
-        ) -> Grouping<'g> {
-            let (ids, order, places, bounds, active, tiles, totals) = g;
-            Grouping { ids, order, places, bounds, active, tiles, totals, experts }
+            let ids = b.put(&ids)?;
+            groupings.push(Grouping::new(&mut b.arena, ids, experts)?);
         }
         let x = b.bf16(tokens * D)?;
         let (up, act, down) = (b.out(places * 2 * inter)?, b.out(places * inter)?, b.out(places * D)?);
@@ -274,30 +260,30 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
         let size = (touched * 3 * inter * D) as f64 * (0.5 + 1.0 / 32.0);
         let flops = 6.0 * (places * inter * D) as f64;
         for g in &groupings {
-            ops::group(&b.stream, &grouping(g, experts))?;
+            ops::group(&b.stream, g)?;
         }
         let up_call = |stream: &Stream, i: usize| {
             let matrices = [Experts { data: &w1.0, scales: &w1.1 }, Experts { data: &w3.0, scales: &w3.1 }];
             let (rows, cols, format) = (inter, D, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product(stream, &grouping(&groupings[i], experts), &a)
+            ops::expert_product(stream, &groupings[i], &a)
         };
         let down_call = |stream: &Stream, i: usize| {
             let matrices = [Experts { data: &w2.0, scales: &w2.1 }];
             let (rows, cols, format) = (D, inter, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product(stream, &grouping(&groupings[i], experts), &a)
+            ops::expert_product(stream, &groupings[i], &a)
         };
         let name = format!("{tokens} tokens, {touched} experts");
         b.time(format!("experts gate+up, {name}"), size * 2.0 / 3.0, flops * 2.0 / 3.0, rounds, up_call)?;
         b.time(format!("experts down, {name}"), size / 3.0, flops / 3.0, rounds, down_call)?;
         b.time(format!("experts all 5 launches, {name}"), size, flops, rounds, |stream, i| {
             let g = &groupings[i];
-            ops::group(stream, &grouping(g, experts))?;
+            ops::group(stream, g)?;
             up_call(stream, i)?;
-            ops::swiglu(stream, &up, &act, inter, Some((&weights, &g.1)), 10.0, true)?;
+            ops::swiglu(stream, &up, &act, inter, Some((&weights, &g.order)), 10.0, true)?;
             down_call(stream, i)?;
-            ops::combine(stream, &down, &shared, &g.2, &y, D)
+            ops::combine(stream, &down, &shared, &g.places, &y, D)
         })?;
     }
     Ok(())
@@ -384,7 +370,7 @@ fn compress(b: &mut Bench<'_>) -> Result<()> {
         for windows in windows {
             // one token of each of many sequences, all completing an entry, or a prefill chunk
             let ratio = kind.ratio();
-            let batch = windows == 1 || (windows == 64 && ratio == 4) || windows == 64;
+            let batch = windows == 1 || windows == 64;
             let (sequences, per) = if batch { (windows, 1) } else { (1, windows * ratio) };
             let start = if batch { 1023 } else { 0 };
             let rows = sequences * per;

@@ -1,6 +1,6 @@
 //! `kernels/moe.cu`: router, grouping by expert, grouped products, SwiGLU, sum.
 
-use super::super::memory::Buffer;
+use super::super::memory::{Arena, Buffer};
 use super::super::stream::Stream;
 use super::linear::{few_rows, few_shared, many_shared};
 use super::{Launch, Params, address, at_least, exact, multiple, rows, word};
@@ -96,37 +96,44 @@ pub(crate) fn route(stream: &Stream, a: &Route<'_>) -> Result<()> {
 }
 
 /// Assignments sorted by expert. All buffers but `ids` are written by [`group`].
-pub(crate) struct Grouping<'a> {
+pub(crate) struct Grouping {
     /// `[assignments]` expert of each.
-    pub(crate) ids: &'a Buffer<u32>,
+    pub(crate) ids: Buffer<u32>,
     /// `[assignments]` assignment of each place.
-    pub(crate) order: &'a Buffer<u32>,
+    pub(crate) order: Buffer<u32>,
     /// `[assignments]` place of each assignment.
-    pub(crate) places: &'a Buffer<u32>,
+    pub(crate) places: Buffer<u32>,
     /// `[experts + 1]`.
-    pub(crate) bounds: &'a Buffer<u32>,
+    pub(crate) bounds: Buffer<u32>,
     /// `[experts]`.
-    pub(crate) active: &'a Buffer<u32>,
+    pub(crate) active: Buffer<u32>,
     /// `[2, assignments / 64 rounded up + experts]`: expert and first place of each tile.
-    pub(crate) tiles: &'a Buffer<u32>,
+    pub(crate) tiles: Buffer<u32>,
     /// `[2]`: active experts, tiles.
-    pub(crate) totals: &'a Buffer<u32>,
-    pub(crate) experts: usize,
+    pub(crate) totals: Buffer<u32>,
+    experts: usize,
 }
 
-impl Grouping<'_> {
-    fn most_tiles(&self) -> usize {
-        self.ids.len().div_ceil(64) + self.experts
+impl Grouping {
+    /// Room for the grouping of `ids`.
+    pub(crate) fn new(arena: &mut Arena, ids: Buffer<u32>, experts: usize) -> Result<Self> {
+        check_experts(experts, 1)?;
+        let n = ids.len();
+        let mut take = |what, len| arena.take(what, len);
+        Ok(Self {
+            order: take("the order of assignments", n)?,
+            places: take("the places of assignments", n)?,
+            bounds: take("the bounds of experts", experts + 1)?,
+            active: take("the active experts", experts)?,
+            tiles: take("the expert tiles", 2 * (n.div_ceil(64) + experts))?,
+            totals: take("the expert totals", 2)?,
+            ids,
+            experts,
+        })
     }
 
-    fn check(&self) -> Result<()> {
-        check_experts(self.experts, 1)?;
-        exact("the order of assignments", self.order, self.ids.len())?;
-        exact("the places of assignments", self.places, self.ids.len())?;
-        exact("the bounds of experts", self.bounds, self.experts + 1)?;
-        exact("the active experts", self.active, self.experts)?;
-        exact("the expert tiles", self.tiles, 2 * self.most_tiles())?;
-        exact("the expert totals", self.totals, 2)
+    fn most_tiles(&self) -> usize {
+        self.ids.len().div_ceil(64) + self.experts
     }
 }
 
@@ -148,8 +155,7 @@ struct GroupParams {
 unsafe impl Params for GroupParams {}
 
 /// Sorts assignments by expert, then by token.
-pub(crate) fn group(stream: &Stream, g: &Grouping<'_>) -> Result<()> {
-    g.check()?;
+pub(crate) fn group(stream: &Stream, g: &Grouping) -> Result<()> {
     let params = GroupParams {
         ids: g.ids.address(),
         order: g.order.address(),
@@ -225,8 +231,7 @@ unsafe impl Params for ExpertParams {}
 
 /// The grouped product of all assignments with their experts' weights. The addresses in `matrices` must be those of
 /// matrices of the given shape, which is the caller's promise.
-pub(crate) fn expert_product(stream: &Stream, g: &Grouping<'_>, a: &Product<'_>) -> Result<()> {
-    g.check()?;
+pub(crate) fn expert_product(stream: &Stream, g: &Grouping, a: &Product<'_>) -> Result<()> {
     multiple("the rows of an expert", a.rows, 128)?;
     multiple("the columns of an expert", a.cols, 128)?;
     let (halves, places) = (a.matrices.len(), g.ids.len());

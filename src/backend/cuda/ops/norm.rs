@@ -1,4 +1,4 @@
-//! `kernels/norm.cu`: embedding, RMSNorm, the E4M3 rounding of activations, rotation tables.
+//! `kernels/norm.cu`: embedding, root-mean-square norm, the E4M3 rounding of activations, rotation tables.
 
 use super::super::memory::Buffer;
 use super::super::stream::Stream;
