@@ -202,9 +202,7 @@ impl Limits {
             plain("reading a device attribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) })?;
             Ok::<u32, Error>(value.max(0).cast_unsigned())
         };
-        let name = cudarc::driver::result::device::get_name(device).map_err(|e| {
-            Error::new(ErrorKind::Unavailable, format!("the NVIDIA driver refused cuDeviceGetName: {e}"))
-        })?;
+        let name = driver::device_name(device)?;
         let arch = (
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
@@ -240,7 +238,8 @@ fn enter(context: &Context) -> Result<Current> {
     Ok(Current(()))
 }
 
-/// A driver status as a result, without judging whether the device survives it.
+/// A driver status as a result; the number decides, since a newer driver may have errors that cudarc has no name for.
+/// Without judging whether the device survives it.
 pub(super) fn plain(stage: &str, status: CUresult) -> Result<()> {
     if status == CUresult::CUDA_SUCCESS {
         return Ok(());

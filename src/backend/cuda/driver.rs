@@ -3,11 +3,14 @@
 //! cudarc panics when the driver library or one of its symbols is missing. So the library is opened and asked for every
 //! symbol needed here first, through `libloading`; only then do cudarc's own calls run.
 
-use cudarc::driver::{result, sys};
+use std::ffi::CStr;
+
+use cudarc::driver::sys;
 use once_cell::sync::OnceCell;
 
+use super::device::plain;
 use crate::backend::Device;
-use crate::error::{Error, ErrorKind, Result, bail};
+use crate::error::{Result, bail};
 
 /// The oldest driver API that CUDA 13 code runs on.
 const OLDEST_DRIVER: i32 = 13_000;
@@ -77,7 +80,9 @@ static DRIVER: OnceCell<Result<()>> = OnceCell::new();
 /// that refuses to start, or no device.
 pub fn devices() -> Result<Vec<Device>> {
     ensure()?;
-    let count = result::device::get_count().map_err(|e| refused("cuDeviceGetCount", e))?;
+    let mut count = 0;
+    // SAFETY: the driver is initialised, and the pointer outlives the call.
+    plain("counting devices (cuDeviceGetCount)", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
     if count == 0 {
         bail!(Unavailable, "the NVIDIA driver reports no CUDA device (is CUDA_VISIBLE_DEVICES empty?)");
     }
@@ -90,22 +95,32 @@ pub(super) fn ensure() -> Result<()> {
 }
 
 fn device(ordinal: i32) -> Result<Device> {
-    let handle = result::device::get(ordinal).map_err(|e| refused("cuDeviceGet", e))?;
-    let name = result::device::get_name(handle).map_err(|e| refused("cuDeviceGetName", e))?;
-    let mut memory = 0usize;
-    // SAFETY: `memory` outlives the call and `handle` was just returned by the driver.
+    let (mut handle, mut memory) = (0, 0usize);
+    // SAFETY: as above.
+    plain("finding a device (cuDeviceGet)", unsafe { sys::cuDeviceGet(&raw mut handle, ordinal) })?;
+    // SAFETY: as above; `handle` was just returned by the driver.
     let status = unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory, handle) };
-    status.result().map_err(|e| refused("cuDeviceTotalMem", e))?;
-    Ok(Device { id: format!("cuda:{ordinal}"), name, memory_bytes: memory as u64 })
+    plain("asking for a device's memory (cuDeviceTotalMem)", status)?;
+    Ok(Device { id: format!("cuda:{ordinal}"), name: device_name(handle)?, memory_bytes: memory as u64 })
+}
+
+/// Name of a device for people.
+pub(super) fn device_name(handle: sys::CUdevice) -> Result<String> {
+    let mut name = [0u8; 256];
+    // SAFETY: the buffer has the size that is given; `handle` came from the driver.
+    let status = unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), 255, handle) };
+    plain("asking for a device's name (cuDeviceGetName)", status)?;
+    Ok(CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned())
 }
 
 fn open() -> Result<()> {
     probe()?;
     // SAFETY: `probe` found the library and its symbols, so cudarc does not panic; `cuInit(0)` may be called any time.
-    unsafe { sys::cuInit(0) }.result().map_err(|e| refused("cuInit", e))?;
+    plain("starting the NVIDIA driver (cuInit)", unsafe { sys::cuInit(0) })?;
     let mut version = 0i32;
     // SAFETY: `version` outlives the call.
-    unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map_err(|e| refused("cuDriverGetVersion", e))?;
+    let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+    plain("asking for the driver's version (cuDriverGetVersion)", status)?;
     check_version(version)
 }
 
@@ -150,13 +165,10 @@ fn check_version(version: i32) -> Result<()> {
     Ok(())
 }
 
-fn refused(call: &str, error: result::DriverError) -> Error {
-    Error::new(ErrorKind::Unavailable, format!("the NVIDIA driver refused {call}: {error}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn a_machine_without_a_driver_gets_a_reason_not_a_panic() {
