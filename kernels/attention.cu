@@ -316,9 +316,11 @@ __device__ __forceinline__ void attend(const AttentionParams& p) {
         float v[2] = {out[m][n][half * 2], out[m][n][half * 2 + 1]};
         if (p.quantise) {
 #pragma unroll
-          for (int i = 0; i < 2; i++) v[i] = scale != scale ? scale : round_e4m3(clamp_to(v[i] * inverse, 448.0f)) * scale;
+          for (int i = 0; i < 2; i++)
+            v[i] = scale != scale ? scale : round_e4m3(clamp_to(v[i] * inverse, 448.0f)) * scale;
         }
-        *reinterpret_cast<u32*>(shared + L::Q + (head * L::PITCH + warp * COLUMNS + n * 8 + quad * 2) * 2) = bf16_pair(v[0], v[1]);
+        const int column = warp * COLUMNS + n * 8 + quad * 2;
+        *reinterpret_cast<u32*>(shared + L::Q + (head * L::PITCH + column) * 2) = bf16_pair(v[0], v[1]);
       }
     }
   __syncthreads();

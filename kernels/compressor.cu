@@ -82,7 +82,9 @@ struct State {
 template <int DIM>
 struct State4 {
   static __device__ __forceinline__ u32 previous(u32 gate, u32 slot, u32 c) { return (gate * 4 + slot) * DIM + c; }
-  static __device__ __forceinline__ u32 current(u32 gate, u32 slot, u32 c) { return 8 * DIM + (gate * 4 + slot) * 2 * DIM + c; }
+  static __device__ __forceinline__ u32 current(u32 gate, u32 slot, u32 c) {
+    return 8 * DIM + (gate * 4 + slot) * 2 * DIM + c;
+  }
 };
 
 template <int DIM>
@@ -247,5 +249,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) compress128(const __gri
   if (!completes) return;
 #pragma unroll
   for (int i = 0; i < CH; i++) acc[i] = acc[i] / sum[i];
-  finish<DIM>(p, acc, p.turns + u64(row) * (ROPE_DIM / 2), p.entries.row(index, position / RATIO, NARROW_ROWS, ROW_BYTES));
+  u8* to = p.entries.row(index, position / RATIO, NARROW_ROWS, ROW_BYTES);
+  finish<DIM>(p, acc, p.turns + u64(row) * (ROPE_DIM / 2), to);
 }

@@ -84,8 +84,9 @@ extern "C" __global__ void __launch_bounds__(256) index_scores(const __grid_cons
   u32 keys[2][8][4];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const u32 lo = min(first_key + i * 16 + lane / 4, visible - 1), hi = min(first_key + i * 16 + lane / 4 + 8, visible - 1);
-    const u8* row[2] = {p.keys.row(group.sequence, lo, PAGE_ROWS, KEY_BYTES), p.keys.row(group.sequence, hi, PAGE_ROWS, KEY_BYTES)};
+    const u32 first = first_key + i * 16 + lane / 4;
+    const u8* row[2] = {p.keys.row(group.sequence, min(first, visible - 1), PAGE_ROWS, KEY_BYTES),
+                        p.keys.row(group.sequence, min(first + 8, visible - 1), PAGE_ROWS, KEY_BYTES)};
     uint4 codes[2];
     u32 scales[2];
 #pragma unroll

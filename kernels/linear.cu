@@ -82,14 +82,16 @@ __device__ __forceinline__ void many(const LinearParams& p, const Job& job, u8* 
   float total[2][4][4] = {};
   many_tokens<F>(m, first_row, job.x, job.x_stride, x_row, split ? blockIdx.z : 0, split ? blockIdx.z + 1 : slices, shared, total);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 32, warp_token = threadIdx.x / 128 * 32;
-  float* parts = p.parts + ((u64(blockIdx.x) * gridDim.y + blockIdx.y) * gridDim.z + blockIdx.z) * (TILE_ROWS * TILE_TOKENS);
+  const u64 block = (u64(blockIdx.x) * gridDim.y + blockIdx.y) * gridDim.z + blockIdx.z;
+  float* parts = p.parts + block * (TILE_ROWS * TILE_TOKENS);
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
     for (int t = 0; t < 4; t++)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const u32 row = warp_row + i * 16 + lane / 4 + j / 2 * 8, token = warp_token + t * 8 + lane % 4 * 2 + j % 2;
+        const u32 row = warp_row + i * 16 + lane / 4 + j / 2 * 8;
+        const u32 token = warp_token + t * 8 + lane % 4 * 2 + j % 2;
         if (split)
           parts[token * TILE_ROWS + row] = total[i][t][j];
         else if (first_row + row < m.rows && first_token + token < p.tokens)

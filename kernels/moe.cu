@@ -213,7 +213,8 @@ __device__ __forceinline__ void expert_tile(const ExpertParams& p, u8* shared) {
     for (int t = 0; t < 4; t++)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const u32 row = warp_row + i * 16 + lane / 4 + j / 2 * 8, place = base + warp_token + t * 8 + lane % 4 * 2 + j % 2;
+        const u32 row = warp_row + i * 16 + lane / 4 + j / 2 * 8;
+        const u32 place = base + warp_token + t * 8 + lane % 4 * 2 + j % 2;
         if (place < end) p.y[u64(place) * (p.halves * p.rows) + column + row] = bf16_bits(total[i][t][j]);
       }
 }

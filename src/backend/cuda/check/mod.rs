@@ -4,11 +4,13 @@
 //! written, or padding that was read, shows. Errors are `|got - want| / |want|` over whole tensors; a NaN anywhere is an
 //! infinite error. A limit of 0 means: the same bits. Why a limit is what it is stands beside it.
 
+mod attention;
 mod dense;
 mod experts;
 mod lab;
 mod sequence;
 mod timing;
+mod world;
 
 use std::fmt;
 
@@ -90,8 +92,8 @@ const GROUPS: &[(&str, Group)] = &[
     ("insert", sequence::insert),
     ("compress", sequence::compress),
     ("indexer", sequence::indexer),
-    ("attend", sequence::attend),
-    ("far pages", sequence::far_pages),
+    ("attend", attention::attend),
+    ("far pages", attention::far_pages),
 ];
 
 /// Runs the checks and tells `seen` each outcome as it comes; true if all passed. A check that cannot run is an error.
