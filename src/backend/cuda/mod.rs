@@ -1,11 +1,11 @@
 //! The CUDA backend. Nothing is linked: the driver library is opened at run time, and a machine without one has an
 //! empty device list with the reason in words.
 //!
-//! Three storeys for every operation: a kernel in `kernels/`, a checked launcher in [`ops`] that verifies every size the
+//! Three storeys for every operation: a kernel in `kernels/`, a checked launcher in `ops` that verifies every size the
 //! kernel relies on, and the step that calls launchers. The CPU's operation of the same name is the specification, and
-//! [`self_test`] compares the two on the device. The layers below: [`driver`] finds the driver and probes every function
-//! before cudarc may call it; [`device`] has the context, the limits, the loaded kernels and the memory of a fault;
-//! [`memory`] hands out one allocation by a plan; [`stream`] queues work; [`upload`] brings weights over.
+//! [`self_test`] compares the two on the device. The layers below: `driver` finds the driver and probes every function
+//! before cudarc may call it; `device` has the context, the limits, the loaded kernels and the memory of a fault;
+//! `memory` hands out one allocation by a plan; `stream` queues work; `upload` brings weights over.
 //!
 //! # The step (what the launchers were cut for)
 //!
@@ -23,6 +23,8 @@
 //! * **Transaction.** Window rows of a step go to a linear buffer, compressor states to pages of their own, entries and
 //!   keys to places of owned pages behind the committed length. Nothing committed is overwritten until `window_commit`
 //!   and the swap of state tables at the end; a failed or cancelled step leaves the sequence as it was.
+//!   Taking tokens back needs what they overwrote: the commit kernel is the place to copy ring rows aside, and the old
+//!   state pages are the undo of the states.
 //! * **Streams.** In c4a layers the index compressor, the index queries, scores and top-k run on a second stream beside
 //!   window insertion and the main compressor; two events join them before attention.
 //! * **Graphs.** A decode step is captured per bucket of rows (1, 2, 4, 8, ..), padded with rows of a sequence that owns
