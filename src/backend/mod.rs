@@ -17,6 +17,26 @@ pub struct Device {
     pub memory_bytes: u64,
 }
 
+/// What a build brings for GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CudaKernels {
+    /// Source files, each a group of kernels; none in a build without the `cuda` feature.
+    pub files: Vec<&'static str>,
+    /// Architectures with machine code (`80`, `90a`, ..); the first one's PTX serves others. Empty: the build holds
+    /// sources, which NVRTC compiles when a device is opened.
+    pub architectures: Vec<&'static str>,
+    /// Bytes embedded.
+    pub bytes: u64,
+}
+
+/// The GPU kernels of this build.
+pub fn cuda_kernels() -> CudaKernels {
+    #[cfg(feature = "cuda")]
+    return cuda::kernels();
+    #[cfg(not(feature = "cuda"))]
+    CudaKernels::default()
+}
+
 /// The CUDA devices of this machine, or in words why there are none.
 ///
 /// # Errors

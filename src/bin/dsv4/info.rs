@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dsv4::backend::cpu::simd::Simd;
-use dsv4::backend::cuda_devices;
+use dsv4::backend::{cuda_devices, cuda_kernels};
 use dsv4::cache::{BLOCK_TOKENS, CacheLayout, CachePlan};
 use dsv4::model::config::{Config, Draft, ExpertDtype, LayerKind};
 use dsv4::{Error, ErrorKind, KvFormat, Model, Numerics};
@@ -216,7 +216,8 @@ fn build() -> Value {
         "arch": std::env::consts::ARCH,
         "os": std::env::consts::OS,
         "simd": Simd::available().into_iter().map(|simd| simd.level().name()).collect::<Vec<_>>(),
-        "cuda_kernels": [],
+        "cuda_kernels": cuda_kernels().files,
+        "cuda_architectures": cuda_kernels().architectures,
     })
 }
 
@@ -373,12 +374,22 @@ fn print_host() -> Result {
         Err(e) => line(format_args!("CUDA devices: none ({})", crate::failure::one_line(e.message())))?,
     }
     line(format_args!(
-        "dsv4 {} for {} on {}, SIMD {}, no CUDA kernels in this build",
+        "dsv4 {} for {} on {}, SIMD {}, {}",
         env!("CARGO_PKG_VERSION"),
         std::env::consts::ARCH,
         std::env::consts::OS,
-        Simd::detect().level()
+        Simd::detect().level(),
+        kernels()
     ))
+}
+
+fn kernels() -> String {
+    let held = cuda_kernels();
+    match (held.files.len(), held.architectures.as_slice()) {
+        (0, _) => "no CUDA kernels in this build".into(),
+        (_, []) => "CUDA kernels as sources (NVRTC compiles them when a device is opened)".into(),
+        (_, archs) => format!("CUDA kernels for {}", archs.join(", ")),
+    }
 }
 
 #[cfg(test)]

@@ -17,6 +17,8 @@ mod outfile;
 mod output;
 mod progress;
 mod run;
+#[cfg(feature = "cuda")]
+mod selftest;
 mod trace;
 mod verify;
 
@@ -56,6 +58,8 @@ enum Command {
     Cache(cache::Args),
     Eval(eval::Args),
     Bench(bench::Args),
+    #[cfg(feature = "cuda")]
+    Selftest(selftest::Args),
     Trace(trace::Args),
 }
 
@@ -70,6 +74,8 @@ fn main() -> ExitCode {
         Command::Cache(args) => cache::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Bench(args) => bench::run(&args),
+        #[cfg(feature = "cuda")]
+        Command::Selftest(args) => selftest::run(&args),
         Command::Trace(args) => trace::run(&args),
     };
     match result {

@@ -1,0 +1,82 @@
+// Queries and window rows of a step in one launch: per-head norm and rotation of q, in place; norm, rotation,
+// quantisation and storing of kv. One warp a head or row, 8 a block; grid (ceil((heads + 1) / 8), rows). Portable.
+//
+// New window rows go to a linear buffer of the step, not into the ring: the step's first queries still read what the last
+// rows would overwrite, and a step that fails must leave the ring alone. `window_commit` moves them when it succeeds.
+#include "rows.cuh"
+
+struct InsertParams {
+  u16* q;               // [rows, heads, 512] bf16, in place
+  const u16* kv;        // [rows, 512] bf16
+  const float* weight;  // [512] of the kv norm
+  const float2* turns;  // [rows, 32]
+  u8* staged;           // [rows, ROW_BYTES]
+  u32 heads;
+  float eps;
+  u32 stepwise;  // the head norm rounds each of its steps to bf16, as the official code does
+};
+
+extern "C" __global__ void __launch_bounds__(256) insert(const __grid_constant__ InsertParams p) {
+  wait_for_inputs();
+  const u32 head = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u64 row = blockIdx.y;
+  if (head > p.heads) return;
+  const bool is_query = head < p.heads;
+  u16* q = p.q + (row * p.heads + head) * HEAD_DIM;
+  const u16* from = is_query ? q : p.kv + row * HEAD_DIM;
+  float v[2][8];
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    unpack8(reinterpret_cast<const uint4*>(from)[i * 32 + lane], v[i]);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float square = v[i][j] * v[i][j];
+      squares += is_query && p.stepwise ? round_bf16(square) : square;
+    }
+  }
+  const float mean = warp_sum(squares) / float(HEAD_DIM);
+  const float2* turns = p.turns + row * (ROPE_DIM / 2);
+  if (is_query) {
+    const float scale = p.stepwise ? round_bf16(1.0f / sqrtf(round_bf16(round_bf16(mean) + p.eps)))
+                                   : 1.0f / sqrtf(mean + p.eps);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[i][j] = round_bf16(v[i][j] * scale);
+    rotate_row(turns, v);
+#pragma unroll
+    for (int i = 0; i < 2; i++) reinterpret_cast<uint4*>(q)[i * 32 + lane] = pack8(v[i]);
+    return;
+  }
+  const float scale = 1.0f / sqrtf(mean + p.eps);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float4* w = reinterpret_cast<const float4*>(p.weight + i * 256 + lane * 8);
+    const float4 w0 = w[0], w1 = w[1];
+    const float weights[8] = {w0.x, w0.y, w0.z, w0.w, w1.x, w1.y, w1.z, w1.w};
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[i][j] = round_bf16(v[i][j] * scale * weights[j]);
+  }
+  rotate_row(turns, v);
+  store_row(p.staged + row * ROW_BYTES, v);
+}
+
+struct CommitParams {
+  const u8* staged;           // [rows, ROW_BYTES]
+  Pages ring;                 // wide pages; the row of position p is at slot p mod window
+  const Sequence* sequences;  // [grid.y]
+  u32 window;
+};
+
+// The last `window` rows of each sequence into its ring. grid (window, sequences), 96 threads
+extern "C" __global__ void __launch_bounds__(96) window_commit(const __grid_constant__ CommitParams p) {
+  wait_for_inputs();
+  const Sequence s = p.sequences[blockIdx.y];
+  const u32 count = min(s.rows, p.window);
+  if (blockIdx.x >= count || threadIdx.x >= ROW_BYTES / 8) return;
+  const u32 i = s.rows - count + blockIdx.x;
+  const u32 slot = (s.start + i) % p.window;
+  const u64* from = reinterpret_cast<const u64*>(p.staged + u64(s.first_row + i) * ROW_BYTES);
+  reinterpret_cast<u64*>(p.ring.row(blockIdx.y, slot, PAGE_ROWS, ROW_BYTES))[threadIdx.x] = from[threadIdx.x];
+}

@@ -1,0 +1,306 @@
+// Mixture of experts: router, grouping by expert, grouped products, SwiGLU, sum (src/backend/cpu/moe.rs).
+//
+// An assignment is token * top_k + choice; a place is its position when assignments are sorted by expert, then by token.
+// Grouping is one launch: every block counts all assignments (integer counters in shared memory, so the result has no
+// order), and block e writes the places of expert e. Products take tiles of one expert's places; their sums have the
+// order of product.cuh, so a row's bits do not depend on what shares the batch. A token's experts are added in order of
+// id. Portable.
+#include "product.cuh"
+
+constexpr int MAX_EXPERTS = 512;
+constexpr int MAX_TOP_K = 16;
+
+struct RouteParams {
+  const float* logits;       // [tokens, experts]
+  const float* bias;         // [experts], or null with `table`
+  const long long* table;    // [vocab, top_k] expert of a token id, or null with `bias`
+  const u32* tokens;         // [tokens] ids; used with `table`
+  u32* ids;                  // [tokens, top_k], best first
+  float* weights;            // [tokens, top_k]
+  u32 count;                 // tokens
+  u32 experts;
+  u32 top_k;
+  float scale;
+};
+
+// one warp a token, 4 a block
+extern "C" __global__ void __launch_bounds__(128) route(const __grid_constant__ RouteParams p) {
+  wait_for_inputs();
+  constexpr int PER_LANE = MAX_EXPERTS / 32;
+  const u32 token = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (token >= p.count) return;
+  const float* logits = p.logits + u64(token) * p.experts;
+  auto affinity = [](float z) { return sqrtf(z > 20.0f ? z : log1pf(expf(z))); };
+  u32 chosen = 0;  // of lane i: choice i
+  if (p.table) {
+    if (lane < p.top_k) chosen = u32(p.table[u64(p.tokens[token]) * p.top_k + lane]);
+  } else {
+    u32 rank[PER_LANE];  // orders like the value, NaN as minus infinity; 0 when taken or absent
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const u32 e = i * 32 + lane;
+      rank[i] = 0;
+      if (e < p.experts) {
+        float v = affinity(logits[e]) + p.bias[e];
+        if (v != v) v = minus_infinity();
+        const u32 bits = __float_as_uint(v + 0.0f);  // minus zero equals zero
+        rank[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+      }
+    }
+    for (u32 choice = 0; choice < p.top_k; choice++) {
+      u32 best = 0, at = 0;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (rank[i] > best) best = rank[i], at = i * 32 + lane;  // the lowest of this lane
+      const u32 highest = warp_max(best);
+      const u32 winner = __reduce_min_sync(ALL, best == highest ? at : ALL);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (winner == i * 32 + lane) rank[i] = 0;
+      if (lane == choice) chosen = winner;
+    }
+  }
+  const float mine = lane < p.top_k ? affinity(logits[min(chosen, p.experts - 1)]) : 0.0f;
+  float sum = 0.0f;
+  for (u32 i = 0; i < p.top_k; i++) sum += __shfl_sync(ALL, mine, i);
+  if (lane < p.top_k) {
+    p.ids[u64(token) * p.top_k + lane] = chosen;
+    p.weights[u64(token) * p.top_k + lane] = mine / sum * p.scale;
+  }
+}
+
+struct GroupParams {
+  const u32* ids;     // [count] expert of each assignment
+  u32* order;         // [count] assignment of each place
+  u32* places;        // [count] place of each assignment
+  u32* bounds;        // [experts + 1] first place of each expert
+  u32* active;        // [experts] experts with assignments, ascending
+  u32* tile_expert;   // [ceil(count/64) + experts]
+  u32* tile_first;    // same: first place of a tile of up to 64
+  u32* totals;        // [2] active experts, tiles
+  u32 count;
+  u32 experts;
+};
+
+// grid experts
+extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ GroupParams p) {
+  wait_for_inputs();
+  __shared__ u32 counts[MAX_EXPERTS];
+  __shared__ u32 warp_counts[8];
+  __shared__ u32 before[3];  // places, active experts, tiles of the experts below
+  const u32 expert = blockIdx.x, thread = threadIdx.x;
+  for (u32 e = thread; e < p.experts; e += 256) counts[e] = 0;
+  if (thread < 3) before[thread] = 0;
+  __syncthreads();
+  for (u32 i = thread; i < p.count; i += 256) atomicAdd(&counts[min(p.ids[i], p.experts - 1)], 1u);
+  __syncthreads();
+  for (u32 e = thread; e < expert; e += 256) {
+    atomicAdd(&before[0], counts[e]);
+    atomicAdd(&before[1], u32(counts[e] > 0));
+    atomicAdd(&before[2], (counts[e] + TILE_TOKENS - 1) / TILE_TOKENS);
+  }
+  __syncthreads();
+  const u32 first = before[0], own = counts[expert], tiles = (own + TILE_TOKENS - 1) / TILE_TOKENS;
+  if (thread == 0) {
+    p.bounds[expert] = first;
+    if (own > 0) p.active[before[1]] = expert;
+    if (expert == p.experts - 1) {
+      p.bounds[p.experts] = first + own;
+      p.totals[0] = before[1] + (own > 0);
+      p.totals[1] = before[2] + tiles;
+    }
+  }
+  for (u32 t = thread; t < tiles; t += 256) {
+    p.tile_expert[before[2] + t] = expert;
+    p.tile_first[before[2] + t] = first + t * TILE_TOKENS;
+  }
+  if (own == 0) return;
+  u32 next = first;
+  for (u32 base = 0; base < p.count; base += 256) {
+    const u32 i = base + thread;
+    const bool is_own = i < p.count && min(p.ids[i], p.experts - 1) == expert;
+    const u32 votes = __ballot_sync(ALL, is_own);
+    if (thread % 32 == 0) warp_counts[thread / 32] = __popc(votes);
+    __syncthreads();
+    u32 place = next;
+    for (u32 w = 0; w < 8; w++) {
+      if (w < thread / 32) place += warp_counts[w];
+      next += warp_counts[w];
+    }
+    if (is_own) {
+      place += __popc(votes & ((1u << (thread % 32)) - 1));
+      p.order[place] = i;
+      p.places[i] = place;
+    }
+    __syncthreads();
+  }
+}
+
+// One grouped product: `halves` matrices a expert, whose outputs stand side by side.
+struct ExpertParams {
+  const u8* const* data[2];    // [experts] weights of each expert: w1 and w3, or w2
+  const u8* const* scales[2];  // [experts]
+  const u16* x;                // [tokens, cols] with `order`, else [places, cols]; bf16
+  const u32* order;            // [places] assignment of a place, or null
+  const u32* bounds;           // of GroupParams
+  const u32* active;
+  const u32* tile_expert;
+  const u32* tile_first;
+  const u32* totals;
+  u16* y;  // [places, halves * rows] bf16
+  u32 halves;
+  u32 rows;  // a multiple of 128
+  u32 cols;
+  u32 top_k;
+  u32 format;
+};
+
+__device__ __forceinline__ Matrix expert_matrix(const ExpertParams& p, u32 expert, u32 half) {
+  return Matrix{p.data[half][expert], p.scales[half][expert], p.rows, p.cols, 0, p.format};
+}
+
+__device__ __forceinline__ u32 input_row(const ExpertParams& p, u32 place) {
+  return p.order ? p.order[place] / p.top_k : place;
+}
+
+// grid (row tiles of 16 * 8/lanes, min(experts, places)): decode
+template <class F>
+__device__ __forceinline__ void expert_rows(const ExpertParams& p, float* parts) {
+  wait_for_inputs();
+  if (blockIdx.y >= p.totals[0]) return;
+  const u32 expert = p.active[blockIdx.y];
+  const u32 begin = p.bounds[expert], end = p.bounds[expert + 1];
+  const u32 slices = (p.cols + SLICE - 1) / SLICE, rows = 8 / slice_lanes(slices) * 16;
+  const u32 column = blockIdx.x * rows, half = column / p.rows, first_row = column % p.rows;
+  const Matrix m = expert_matrix(p, expert, half);
+  for (u32 base = begin; base < end; base += 8) {
+    const u32 place = base + threadIdx.x % 32 / 4, count = min(end - base, 8u);
+    const u16* x[1] = {place < end ? p.x + u64(input_row(p, place)) * p.cols : nullptr};
+    few_tokens<F, 1>(m, first_row, x, parts, [] {});
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < rows * count; i += 256) {
+      const float* from = parts + u64(i % rows / 16) * slices * 128 + i / rows * 16 + i % 16;
+      float sum = 0.0f;
+#pragma unroll 8
+      for (u32 s = 0; s < slices; s++) sum = __fadd_rn(sum, from[s * 128]);
+      p.y[u64(base + i / rows) * (p.halves * p.rows) + column + i % rows] = bf16_bits(sum);
+    }
+    __syncthreads();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) expert_few_e2m1(const __grid_constant__ ExpertParams p) {
+  extern __shared__ float parts[];
+  expert_rows<E2m1>(p, parts);
+}
+extern "C" __global__ void __launch_bounds__(256, 2) expert_few_e4m3(const __grid_constant__ ExpertParams p) {
+  extern __shared__ float parts[];
+  expert_rows<E4m3>(p, parts);
+}
+
+template <class F>
+__device__ __forceinline__ void expert_tile(const ExpertParams& p, u8* shared) {
+  const u32 expert = p.tile_expert[blockIdx.y], base = p.tile_first[blockIdx.y], end = p.bounds[expert + 1];
+  const u32 column = blockIdx.x * TILE_ROWS, half = column / p.rows, first_row = column % p.rows;
+  const Matrix m = expert_matrix(p, expert, half);
+  const u32 own = base + threadIdx.x % TILE_TOKENS, x_row = own < end ? input_row(p, own) : NO_TOKEN;
+  float total[2][4][4] = {};
+  many_tokens<F>(m, first_row, p.x, p.cols, x_row, 0, (p.cols + SLICE - 1) / SLICE, shared, total);
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 32, warp_token = threadIdx.x / 128 * 32;
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int t = 0; t < 4; t++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const u32 row = warp_row + i * 16 + lane / 4 + j / 2 * 8;
+        const u32 place = base + warp_token + t * 8 + lane % 4 * 2 + j % 2;
+        if (place < end) p.y[u64(place) * (p.halves * p.rows) + column + row] = bf16_bits(total[i][t][j]);
+      }
+}
+
+// grid (halves * rows / 128, ceil(places/64) + experts): prefill
+extern "C" __global__ void __launch_bounds__(256, 2) expert_many_e2m1(const __grid_constant__ ExpertParams p) {
+  wait_for_inputs();
+  extern __shared__ __align__(128) u8 shared[];
+  if (blockIdx.y < p.totals[1]) expert_tile<E2m1>(p, shared);
+}
+extern "C" __global__ void __launch_bounds__(256, 2) expert_many_e4m3(const __grid_constant__ ExpertParams p) {
+  wait_for_inputs();
+  extern __shared__ __align__(128) u8 shared[];
+  if (blockIdx.y < p.totals[1]) expert_tile<E4m3>(p, shared);
+}
+
+struct SwigluParams {
+  const u16* gate_up;    // [rows, 2 * width] bf16
+  const float* weights;  // [assignments], or null for 1
+  const u32* order;      // [rows] assignment of a row; used with `weights`
+  u16* out;              // [rows, width] bf16
+  u32 width;             // a multiple of 128
+  float limit;           // 0: none
+  u32 quantise;          // round to the E4M3 grid as the input of the next product
+};
+
+// grid rows
+extern "C" __global__ void __launch_bounds__(256) swiglu(const __grid_constant__ SwigluParams p) {
+  wait_for_inputs();
+  const u64 row = blockIdx.x;
+  const float weight = p.weights ? p.weights[p.order[row]] : 1.0f;
+  const float limit = p.limit > 0.0f ? p.limit : -minus_infinity();
+  const uint4* gate = reinterpret_cast<const uint4*>(p.gate_up + row * 2 * p.width);
+  const uint4* up = gate + p.width / 8;
+  for (u32 base = 0; base < p.width / 8; base += 256) {
+    const u32 g = base + threadIdx.x;
+    const bool inside = g < p.width / 8;
+    float v[8] = {}, u[8] = {};
+    if (inside) {
+      unpack8(gate[g], v);
+      unpack8(up[g], u);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float clamped = v[i] > limit ? limit : v[i];
+      v[i] = round_bf16(weight * (clamped / (1.0f + expf(-clamped)) * clamp_to(u[i], limit)));
+    }
+    if (p.quantise) round_act_block(v);
+    if (inside) reinterpret_cast<uint4*>(p.out + row * p.width)[g] = pack8(v);
+  }
+}
+
+struct CombineParams {
+  const u16* routed;   // [places, width] bf16
+  const u16* shared;   // [tokens, width] bf16
+  const u32* places;   // [tokens, top_k] place of each assignment
+  u16* out;            // [tokens, width] bf16
+  u32 width;
+  u32 top_k;
+};
+
+// grid tokens
+extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineParams p) {
+  wait_for_inputs();
+  __shared__ u32 sorted[MAX_TOP_K];
+  const u64 token = blockIdx.x;
+  if (threadIdx.x < p.top_k) {  // ascending places are ascending experts
+    const u32 mine = p.places[token * p.top_k + threadIdx.x];
+    u32 rank = 0;
+    for (u32 i = 0; i < p.top_k; i++) {
+      const u32 other = p.places[token * p.top_k + i];
+      rank += other < mine;
+    }
+    sorted[rank] = mine;
+  }
+  __syncthreads();
+  for (u32 g = threadIdx.x; g < p.width / 8; g += 256) {
+    float sum[8] = {}, v[8];
+    for (u32 i = 0; i < p.top_k; i++) {
+      unpack8(reinterpret_cast<const uint4*>(p.routed + u64(sorted[i]) * p.width)[g], v);
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum[j] += v[j];
+    }
+    unpack8(reinterpret_cast<const uint4*>(p.shared + token * p.width)[g], v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum[j] += v[j];
+    reinterpret_cast<uint4*>(p.out + token * p.width)[g] = pack8(sum);
+  }
+}

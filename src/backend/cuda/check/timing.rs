@@ -1,0 +1,524 @@
+//! How fast the operations are on the shapes of V4-Flash: graph replays over rotating buffers larger than the L2 cache,
+//! medians; random data throughout.
+
+use std::fmt;
+
+use crate::backend::cuda::device::Gpu;
+use crate::backend::cuda::memory::{Arena, Buffer, Plain};
+use crate::backend::cuda::ops::{
+    self, Attention, AttentionPath, Compress, Compressor, Entries, ExpertFormat, Experts, Finish, Group, Grouping,
+    HEAD_DIM, INDEX_DIM, Insert, Job, KEY_BYTES, MIX_FLOATS, Output, Pages, Product, Project, ROW_BYTES, STREAMS,
+    Scores, Sequence, TopK, Weight,
+};
+use crate::backend::cuda::stream::{Event, Stream};
+use crate::error::Result;
+use crate::tensor::format::bf16_bits;
+
+const D: usize = 4096;
+const HEADS: usize = 64;
+const REPLAYS: usize = 9;
+/// Bytes of the random block that buffers are filled from.
+const RANDOM: usize = 64 << 20;
+
+/// Time of one operation.
+#[derive(Clone, Debug)]
+pub struct Timing {
+    /// The operation and its sizes.
+    pub op: String,
+    /// Microseconds of one call.
+    pub micros: f64,
+    /// Bytes that must move.
+    pub bytes: f64,
+    /// Floating-point operations that must be done; 0 where bytes decide.
+    pub flops: f64,
+}
+
+impl fmt::Display for Timing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { op, micros, bytes, flops } = self;
+        write!(f, "{op:46} {micros:9.2} us {:8.0} GB/s", bytes / micros / 1e3)?;
+        if *flops > 0.0 { write!(f, " {:7.1} TFLOP/s", flops / micros / 1e6) } else { Ok(()) }
+    }
+}
+
+struct Bench<'a> {
+    stream: Stream,
+    gpu: &'a Gpu,
+    arena: Arena,
+    random: Buffer<u8>,
+    floats: Buffer<u8>,
+    seen: &'a mut dyn FnMut(&Timing),
+}
+
+/// Times the operations and tells `seen` each as it comes; `only` filters by group.
+///
+/// # Errors
+/// As opening the device; `OutOfMemory` below some 12 GB of free device memory.
+pub fn timings(device: u32, only: Option<&str>, seen: &mut dyn FnMut(&Timing)) -> Result<()> {
+    type Run = fn(&mut Bench<'_>) -> Result<()>;
+    let groups: [(&str, Run); 7] = [
+        ("linear", linear),
+        ("experts", experts),
+        ("hyper", hyper),
+        ("insert", insert),
+        ("compress", compress),
+        ("indexer", indexer),
+        ("attend", attend),
+    ];
+    let gpu = Gpu::open(device)?;
+    for (name, run) in groups {
+        if only.is_none_or(|only| name.contains(only)) {
+            let mut bench = Bench::new(&gpu, seen)?;
+            run(&mut bench).map_err(|e| e.context(name))?;
+        }
+    }
+    Ok(())
+}
+
+impl<'a> Bench<'a> {
+    fn new(gpu: &'a Gpu, seen: &'a mut dyn FnMut(&Timing)) -> Result<Self> {
+        let stream = Stream::new(gpu)?;
+        let mut arena = Arena::new(gpu, 12 << 30)?;
+        let (random, floats) = (arena.take("random bytes", RANDOM)?, arena.take("random floats", RANDOM)?);
+        let mut state = 1u64;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as u32
+        };
+        // no byte is a NaN of E4M3, and bytes as E8M0 scales are near one
+        let bytes: Vec<u8> = (0..RANDOM).map(|_| (next() as u8) & 0xF7).collect();
+        stream.write(&random, &bytes)?;
+        let values: Vec<u8> =
+            (0..RANDOM / 2).flat_map(|_| bf16_bits(next() as f32 / (1u32 << 30) as f32 - 1.0).to_le_bytes()).collect();
+        stream.write(&floats, &values)?;
+        Ok(Self { stream, gpu, arena, random, floats, seen })
+    }
+
+    fn fill<T: Plain>(&mut self, len: usize, from: &Buffer<u8>) -> Result<Buffer<T>> {
+        let buffer = self.arena.take::<T>("a benchmark", len)?;
+        let bytes = buffer.as_bytes();
+        for first in (0..bytes.len()).step_by(RANDOM) {
+            let n = RANDOM.min(bytes.len() - first);
+            self.stream.copy(&from.slice(0..n)?, &bytes.slice(first..first + n)?)?;
+        }
+        Ok(buffer)
+    }
+
+    fn codes(&mut self, len: usize) -> Result<Buffer<u8>> {
+        let from = self.random.clone();
+        self.fill(len, &from)
+    }
+
+    fn scales(&mut self, len: usize) -> Result<Buffer<u8>> {
+        let buffer = self.arena.take::<u8>("a benchmark", len)?;
+        self.stream.fill(&buffer, 120)?;
+        Ok(buffer)
+    }
+
+    fn bf16(&mut self, len: usize) -> Result<Buffer<u16>> {
+        let from = self.floats.clone();
+        self.fill(len, &from)
+    }
+
+    fn put<T: Plain>(&mut self, values: &[T]) -> Result<Buffer<T>> {
+        let buffer = self.arena.take("a benchmark", values.len())?;
+        self.stream.write(&buffer, values)?;
+        Ok(buffer)
+    }
+
+    /// float32 values between -1 and 1.
+    fn f32(&mut self, len: usize) -> Result<Buffer<f32>> {
+        let mut state = len as u64;
+        let values: Vec<f32> = (0..len.min(1 << 20))
+            .map(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+            })
+            .collect();
+        let buffer = self.arena.take::<f32>("a benchmark", len)?;
+        for first in (0..len).step_by(values.len().max(1)) {
+            let n = values.len().min(len - first);
+            self.stream.write(&buffer.slice(first..first + n)?, &values[..n])?;
+        }
+        Ok(buffer)
+    }
+
+    fn out<T: Plain>(&mut self, len: usize) -> Result<Buffer<T>> {
+        self.arena.take("a benchmark", len)
+    }
+
+    /// Median time of `calls` calls in one graph, divided by their number.
+    fn time(
+        &mut self,
+        op: String,
+        bytes: f64,
+        flops: f64,
+        calls: usize,
+        mut call: impl FnMut(&Stream, usize) -> Result<()>,
+    ) -> Result<()> {
+        call(&self.stream, 0)?;
+        self.stream.synchronize()?;
+        let graph = self.stream.capture(|| (0..calls).try_for_each(|i| call(&self.stream, i)))?;
+        let (start, end) = (Event::new(self.gpu)?, Event::new(self.gpu)?);
+        let mut times = Vec::new();
+        for i in 0..REPLAYS + 2 {
+            self.stream.record(&start)?;
+            self.stream.replay(&graph)?;
+            self.stream.record(&end)?;
+            end.synchronize()?;
+            if i >= 2 {
+                times.push(end.micros_since(&start)? / calls as f64);
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        (self.seen)(&Timing { op, micros: times[times.len() / 2], bytes, flops });
+        Ok(())
+    }
+}
+
+impl Bench<'_> {
+    /// Copies of a buffer of `bytes` bytes that together exceed the L2 cache several times.
+    fn copies(&self, bytes: usize) -> usize {
+        (6 * self.gpu.limits().l2_bytes as usize).div_ceil(bytes).clamp(2, 64)
+    }
+}
+
+fn linear(b: &mut Bench<'_>) -> Result<()> {
+    let shapes = [
+        ("wq_b", 32768, 1024),
+        ("wo_b", 4096, 8192),
+        ("shared gate+up", 4096, 4096),
+        ("wq_a", 1024, 4096),
+        ("head bf16", 129_280, 4096),
+    ];
+    for (name, rows, cols) in shapes {
+        let is_bf16 = name.contains("bf16");
+        let size = rows * cols * if is_bf16 { 2 } else { 1 };
+        let n = b.copies(size).min(16);
+        let mut weights = Vec::new();
+        for _ in 0..n {
+            weights.push(if is_bf16 {
+                Weight::Bf16(b.bf16(rows * cols)?)
+            } else {
+                Weight::E4m3 { data: b.codes(rows * cols)?, scales: b.scales(rows.div_ceil(128) * cols / 128)? }
+            });
+        }
+        for tokens in [1, 8, 16, 64, 4096] {
+            if is_bf16 && tokens > 64 {
+                continue;
+            }
+            let x = b.bf16(tokens * cols)?;
+            let y = b.out::<u16>(tokens * rows)?;
+            let workspace =
+                if tokens <= 64 { Some(b.out::<f32>(ops::workspace_len(rows, cols, tokens))?) } else { None };
+            let flops = 2.0 * (rows * cols * tokens) as f64;
+            let bytes = (size + 2 * tokens * (rows + cols)) as f64;
+            b.time(format!("linear {name} {rows}x{cols}, {tokens} tokens"), bytes, flops, n, |stream, i| {
+                let y = Output::Bf16(y.clone());
+                let job =
+                    Job { weight: &weights[i], first_row: 0, rows, cols, x: &x, x_stride: cols, y, y_stride: rows };
+                ops::linear(stream, &[job], tokens, workspace.as_ref())
+            })?;
+        }
+        b.arena.restart();
+        (b.random, b.floats) = (b.arena.take("random bytes", RANDOM)?, b.arena.take("random floats", RANDOM)?);
+    }
+    Ok(())
+}
+
+fn experts(b: &mut Bench<'_>) -> Result<()> {
+    let (experts, top_k, inter) = (256usize, 6, 2048);
+    let bank = |b: &mut Bench<'_>, rows: usize, cols: usize| -> Result<(Buffer<u64>, Buffer<u64>)> {
+        let data = b.codes(experts * rows * cols / 2)?;
+        let scales = b.scales(experts * rows * cols / 32)?;
+        let at = |buffer: &Buffer<u8>, each: usize| -> Vec<u64> {
+            (0..experts).map(|e| buffer.address() + (e * each) as u64).collect()
+        };
+        let (data, scales) = (at(&data, rows * cols / 2), at(&scales, rows * cols / 32));
+        Ok((b.put(&data)?, b.put(&scales)?))
+    };
+    let (w1, w3, w2) = (bank(b, inter, D)?, bank(b, inter, D)?, bank(b, D, inter)?);
+    for tokens in [1usize, 8, 64, 4096] {
+        let rounds = if tokens == 1 { 12 } else { 2 };
+        let places = tokens * top_k;
+        let mut groupings = Vec::new();
+        let mut touched = 0;
+        for round in 0..rounds {
+            let ids: Vec<u32> =
+                (0..places).map(|i| ((i / top_k * 37 + i % top_k * 41 + round * 17) % experts) as u32).collect();
+            let mut sorted = ids.clone();
+            sorted.sort_unstable();
+            sorted.dedup();
+            touched = sorted.len();
+            let ids = b.put(&ids)?;
+            groupings.push(Grouping::new(&mut b.arena, ids, experts)?);
+        }
+        let x = b.bf16(tokens * D)?;
+        let (up, act, down) = (b.out(places * 2 * inter)?, b.out(places * inter)?, b.out(places * D)?);
+        let (shared, y) = (b.bf16(tokens * D)?, b.out(tokens * D)?);
+        let weights = b.f32(places)?;
+        let size = (touched * 3 * inter * D) as f64 * (0.5 + 1.0 / 32.0);
+        let flops = 6.0 * (places * inter * D) as f64;
+        for g in &groupings {
+            ops::group(&b.stream, g)?;
+        }
+        let up_call = |stream: &Stream, i: usize| {
+            let matrices = [Experts { data: &w1.0, scales: &w1.1 }, Experts { data: &w3.0, scales: &w3.1 }];
+            let (rows, cols, format) = (inter, D, ExpertFormat::E2m1);
+            let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
+            ops::expert_product(stream, &groupings[i], &a)
+        };
+        let down_call = |stream: &Stream, i: usize| {
+            let matrices = [Experts { data: &w2.0, scales: &w2.1 }];
+            let (rows, cols, format) = (D, inter, ExpertFormat::E2m1);
+            let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
+            ops::expert_product(stream, &groupings[i], &a)
+        };
+        let name = format!("{tokens} tokens, {touched} experts");
+        b.time(format!("experts gate+up, {name}"), size * 2.0 / 3.0, flops * 2.0 / 3.0, rounds, up_call)?;
+        b.time(format!("experts down, {name}"), size / 3.0, flops / 3.0, rounds, down_call)?;
+        b.time(format!("experts all 5 launches, {name}"), size, flops, rounds, |stream, i| {
+            let g = &groupings[i];
+            ops::group(stream, g)?;
+            up_call(stream, i)?;
+            ops::swiglu(stream, &up, &act, inter, Some((&weights, &g.order)), 10.0, true)?;
+            down_call(stream, i)?;
+            ops::combine(stream, &down, &shared, &g.places, &y, D)
+        })?;
+    }
+    Ok(())
+}
+
+fn hyper(b: &mut Bench<'_>) -> Result<()> {
+    for tokens in [1, 8, 64, 4096] {
+        let n = b.copies(tokens * STREAMS * D * 2).min(24);
+        let basis = (0..n).map(|_| b.f32(24 * STREAMS * D)).collect::<Result<Vec<_>>>()?;
+        let (x, y) = (b.bf16(tokens * STREAMS * D)?, b.bf16(tokens * D)?);
+        let mixes = b.f32(tokens * MIX_FLOATS)?;
+        let (streams, parts) = (b.out(tokens * STREAMS * D)?, b.out(ops::parts_len(tokens, D))?);
+        let (scale, base, norm) = (b.f32(3)?, b.f32(24)?, b.f32(D)?);
+        let (new_mixes, out, quantised) = (b.out(tokens * MIX_FLOATS)?, b.out(tokens * D)?, b.out(tokens * D)?);
+        let bytes = (tokens * D * 2 * (2 * STREAMS + 3) + 24 * STREAMS * D * 4) as f64;
+        b.time(format!("hyper seam (2 launches), {tokens} tokens"), bytes, 0.0, n, |stream, i| {
+            let expand = Some((&y, &mixes, &streams));
+            ops::project(stream, &Project { x: &x, expand, basis: &basis[i], parts: &parts, width: D })?;
+            let a = Finish {
+                x: &streams,
+                rows: None,
+                parts: &parts,
+                scale: &scale,
+                base: &base,
+                norm: &norm,
+                mixes: Some(&new_mixes),
+                out: &out,
+                quantised: Some(&quantised),
+                iterations: 20,
+                hc_eps: 1e-6,
+                norm_eps: 1e-6,
+            };
+            ops::finish(stream, &a)
+        })?;
+    }
+    Ok(())
+}
+
+fn turns(b: &mut Bench<'_>, rows: usize) -> Result<Buffer<[f32; 2]>> {
+    b.put(&vec![[0.6, 0.8]; rows * 32])
+}
+
+fn insert(b: &mut Bench<'_>) -> Result<()> {
+    for tokens in [1, 8, 64, 1024, 4096] {
+        let n = b.copies(tokens * HEADS * HEAD_DIM * 2).min(16);
+        let q = (0..n).map(|_| b.bf16(tokens * HEADS * HEAD_DIM)).collect::<Result<Vec<_>>>()?;
+        let (kv, norm, turns) = (b.bf16(tokens * HEAD_DIM)?, b.f32(HEAD_DIM)?, turns(b, tokens)?);
+        let staged = b.out(tokens * ROW_BYTES)?;
+        let bytes = (tokens * (HEADS * HEAD_DIM * 4 + HEAD_DIM * 2 + ROW_BYTES)) as f64;
+        b.time(format!("insert (F3), {tokens} tokens"), bytes, 0.0, n, |stream, i| {
+            let (q, kv, norm, turns, staged) = (&q[i], &kv, &norm, &turns, &staged);
+            ops::insert(stream, &Insert { q, kv, norm, turns, staged, heads: HEADS, eps: 1e-6, stepwise: true })
+        })?;
+    }
+    Ok(())
+}
+
+/// A table of pages 0, 1, 2, .. of `sequences` sequences.
+struct Table {
+    memory: Buffer<u8>,
+    ids: Buffer<u32>,
+    pitch: usize,
+    page_bytes: usize,
+}
+
+impl Table {
+    fn new(b: &mut Bench<'_>, sequences: usize, pitch: usize, page_bytes: usize) -> Result<Self> {
+        let count = sequences * pitch;
+        // neighbouring entries lie apart, as they do in use
+        let ids: Vec<u32> = (0..count).map(|i| ((i * 7919) % count) as u32).collect();
+        let ids = if count.is_multiple_of(7919) { (0..count as u32).collect() } else { ids };
+        Ok(Self { memory: b.codes(count * page_bytes)?, ids: b.put(&ids)?, pitch, page_bytes })
+    }
+
+    fn pages(&self) -> Pages<'_> {
+        Pages { memory: &self.memory, ids: &self.ids, pitch: self.pitch, page_bytes: self.page_bytes }
+    }
+}
+
+fn compress(b: &mut Bench<'_>) -> Result<()> {
+    for (kind, windows) in
+        [(Compressor::Main4, [1, 64, 1024]), (Compressor::Index4, [1, 64, 1024]), (Compressor::Main128, [1, 64, 32])]
+    {
+        for windows in windows {
+            // one token of each of many sequences, all completing an entry, or a prefill chunk
+            let ratio = kind.ratio();
+            let batch = windows == 1 || windows == 64;
+            let (sequences, per) = if batch { (windows, 1) } else { (1, windows * ratio) };
+            let start = if batch { 1023 } else { 0 };
+            let rows = sequences * per;
+            let list: Vec<Sequence> = (0..sequences)
+                .map(|s| Sequence { start, first_row: (s * per) as u32, rows: per as u32, unused: 0 })
+                .collect();
+            let sequence: Vec<u32> = (0..rows).map(|r| (r / per) as u32).collect();
+            let (list, sequence) = (b.put(&list)?, b.put(&sequence)?);
+            let (values, gates) = (b.f32(rows * kind.width())?, b.f32(rows * kind.width())?);
+            let (ape, norm, turns) = (b.f32(ratio * kind.width())?, b.f32(kind.dim())?, turns(b, rows)?);
+            let pages = ((start as usize + per) / ratio + 1).div_ceil(kind.per_page());
+            let state_pages = (4 * kind.state_len()).div_ceil(kind.page_bytes());
+            let entries = Table::new(b, sequences, pages, kind.page_bytes())?;
+            let state = Table::new(b, sequences, state_pages, kind.page_bytes())?;
+            let fresh = Table::new(b, sequences, state_pages, kind.page_bytes())?;
+            let bytes = (rows * kind.width() * 8 + windows * ROW_BYTES + 2 * sequences * kind.state_len() * 4) as f64;
+            let name = format!("compress {kind:?} (F1), {windows} windows of {sequences} sequences");
+            b.time(name, bytes, 0.0, 20, |stream, _| {
+                let a = Compress {
+                    kind,
+                    values: &values,
+                    gates: &gates,
+                    ape: &ape,
+                    norm: &norm,
+                    turns: &turns,
+                    sequence: &sequence,
+                    sequences: &list,
+                    entries: entries.pages(),
+                    state: state.pages(),
+                    fresh: fresh.pages(),
+                    eps: 1e-6,
+                };
+                ops::compress(stream, &a)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+fn indexer(b: &mut Bench<'_>) -> Result<()> {
+    for (batch, keys) in [(1, 2048), (1, 16_384), (1, 65_536), (1, 262_144), (8, 262_144), (64, 16_384)] {
+        let heads = 64;
+        let (q, weights) = (b.bf16(batch * heads * INDEX_DIM)?, b.bf16(batch * heads)?);
+        let position = (keys * 4 - 1) as u32;
+        let groups: Vec<Group> =
+            (0..batch as u32).map(|s| Group { sequence: s, first_row: s, rows: 1, position }).collect();
+        let (groups, positions) = (b.put(&groups)?, b.put(&vec![position; batch])?);
+        let n = b.copies(batch * keys * KEY_BYTES).min(24);
+        let tables = (0..n).map(|_| Table::new(b, batch, keys / 64, 64 * KEY_BYTES)).collect::<Result<Vec<_>>>()?;
+        let (scores, ids, counts) = (b.out(batch * keys)?, b.out(batch * 512)?, b.out(batch)?);
+        let bytes = (batch * keys * (KEY_BYTES + 4)) as f64;
+        let call = |stream: &Stream, i: usize| {
+            let a = Scores {
+                q: &q,
+                weights: &weights,
+                groups: &groups,
+                keys: tables[i].pages(),
+                scores: &scores,
+                first_row: 0,
+                pitch: keys,
+                sequences: batch,
+                heads,
+                visible: keys,
+                stepwise: true,
+            };
+            ops::scores(stream, &a)
+        };
+        b.time(format!("index_scores, {batch} x {keys}"), bytes, 0.0, n, call)?;
+        let values = b.f32(batch * keys)?;
+        let candidates = batch * ops::top_k_parts(keys, 512);
+        let (part_values, part_ids) = (b.out(candidates)?, b.out(candidates)?);
+        b.time(format!("top_k 512, {batch} x {keys}"), (4 * batch * keys) as f64, 0.0, 10, |stream, _| {
+            let (positions, parts) = (Some((&positions, 4)), Some((&part_values, &part_ids)));
+            let a = TopK { scores: &values, pitch: keys, positions, ids: &ids, counts: &counts, k: 512, parts };
+            ops::top_k(stream, &a)
+        })?;
+        b.arena.restart();
+        (b.random, b.floats) = (b.arena.take("random bytes", RANDOM)?, b.arena.take("random floats", RANDOM)?);
+    }
+    Ok(())
+}
+
+fn attend(b: &mut Bench<'_>) -> Result<()> {
+    let decode: Vec<(&str, usize, usize, usize)> = [1, 8, 64, 128]
+        .iter()
+        .flat_map(|&batch| [("window", batch, 0, 0), ("c4a 512", batch, 4, 20_480), ("c128a 64k", batch, 128, 512)])
+        .chain([("c128a 1M", 1, 128, 8192), ("c128a 1M", 8, 128, 8192)])
+        .collect();
+    for (name, batch, ratio, entries) in decode {
+        attend_case(b, name, batch, 1, ratio, entries)?;
+    }
+    attend_case(b, "c4a 512, prefill", 1, 4096, 4, 20_480)?;
+    attend_case(b, "window, prefill", 1, 4096, 0, 0)
+}
+
+fn attend_case(b: &mut Bench<'_>, name: &str, batch: usize, per: usize, ratio: usize, entries: usize) -> Result<()> {
+    let rows = batch * per;
+    let end = (ratio.max(1) * entries).max(128 + per);
+    let start = end - per;
+    let list: Vec<Sequence> = (0..batch)
+        .map(|s| Sequence { start: start as u32, first_row: (s * per) as u32, rows: per as u32, unused: 0 })
+        .collect();
+    let sequence: Vec<u32> = (0..rows).map(|r| (r / per) as u32).collect();
+    let chosen = if ratio == 4 { 512 } else { 0 };
+    let ids: Vec<u32> = (0..rows * chosen).map(|i| (i % chosen * 37 % (start / 4)) as u32).collect();
+    let (list, sequence, ids) = (b.put(&list)?, b.put(&sequence)?, b.put(&ids)?);
+    let counts = b.put(&vec![chosen as u32; rows])?;
+    let (per_page, page_bytes) = if ratio == 128 { (2, 2 * ROW_BYTES) } else { (64, 64 * ROW_BYTES) };
+    let ring = Table::new(b, batch, 2, 64 * ROW_BYTES)?;
+    let pages = Table::new(b, batch, (entries + 1).div_ceil(per_page).max(1), page_bytes)?;
+    let n = if per > 1 { 2 } else { 8 };
+    let q = (0..n).map(|_| b.bf16(rows * HEADS * HEAD_DIM)).collect::<Result<Vec<_>>>()?;
+    let out = b.out(rows * HEADS * HEAD_DIM)?;
+    let (sink, turns, staged) = (b.f32(HEADS)?, turns(b, rows)?, b.codes(rows * ROW_BYTES)?);
+    let keys = 128 + if ratio == 4 { 512 } else { entries };
+    let split = per == 1;
+    let parts = if split { rows * 32 * HEADS } else { 1 };
+    let (part_out, part_sums) = (b.out(parts * HEAD_DIM)?, b.out(parts)?);
+    let flops = 4.0 * (rows * HEADS * HEAD_DIM * keys) as f64;
+    let bytes = (rows * (keys * ROW_BYTES + HEADS * HEAD_DIM * 4)) as f64;
+    b.time(format!("attend {name}, {rows} rows of {batch}"), bytes, flops, n, |stream, i| {
+        let entries = match ratio {
+            0 => Entries::None,
+            4 => Entries::Selected { pages: pages.pages(), ids: &ids, counts: &counts, width: chosen },
+            _ => Entries::All { pages: pages.pages() },
+        };
+        let path = if split {
+            AttentionPath::Split { most_keys: keys, out: &part_out, sums: &part_sums }
+        } else {
+            AttentionPath::Whole
+        };
+        let a = Attention {
+            q: &q[i],
+            out: &out,
+            sink: &sink,
+            turns: &turns,
+            sequence: &sequence,
+            sequences: &list,
+            staged: &staged,
+            ring: ring.pages(),
+            entries,
+            window: 128,
+            quantise: false,
+            path,
+        };
+        ops::attend(stream, &a)
+    })?;
+    b.arena.restart();
+    (b.random, b.floats) = (b.arena.take("random bytes", RANDOM)?, b.arena.take("random floats", RANDOM)?);
+    Ok(())
+}

@@ -1,0 +1,278 @@
+//! `kernels/insert.cu` and `kernels/compressor.cu`: what a step adds to the cache.
+
+use super::super::memory::{Buffer, Plain};
+use super::super::stream::Stream;
+use super::{HEAD_DIM, INDEX_DIM, KEY_BYTES, Launch, Params, ROPE_DIM, ROW_BYTES, at_least, exact, multiple, word};
+use crate::error::{Result, bail};
+
+/// One sequence of a step, as kernels see it.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct Sequence {
+    /// Position of its first new token.
+    pub(crate) start: u32,
+    /// Row of that token in the step.
+    pub(crate) first_row: u32,
+    /// New tokens.
+    pub(crate) rows: u32,
+    /// 0.
+    pub(crate) unused: u32,
+}
+// SAFETY: four numbers.
+unsafe impl Plain for Sequence {}
+
+/// Pages of one kind of one layer: page i of sequence s lies at `memory[ids[s, i] * page_bytes]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Pages<'a> {
+    /// All pages of the bucket.
+    pub(crate) memory: &'a Buffer<u8>,
+    /// `[sequences, pitch]`, each less than the number of pages: the promise of whoever makes the table.
+    pub(crate) ids: &'a Buffer<u32>,
+    pub(crate) pitch: usize,
+    pub(crate) page_bytes: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub(super) struct RawPages {
+    base: u64,
+    ids: u64,
+    pitch: u32,
+    page_bytes: u32,
+}
+
+impl Pages<'_> {
+    /// Checks the table of `sequences` sequences with at least `pages` pages each.
+    pub(super) fn raw(&self, what: &str, sequences: usize, pages: usize) -> Result<RawPages> {
+        exact(what, self.ids, sequences * self.pitch)?;
+        if self.pitch < pages || self.page_bytes == 0 {
+            bail!(InvalidArgument, "{what}: {} pages of {} bytes; {pages} are needed", self.pitch, self.page_bytes);
+        }
+        multiple(what, self.page_bytes, 8)?;
+        multiple(what, self.memory.len(), self.page_bytes)?;
+        Ok(RawPages {
+            base: self.memory.address(),
+            ids: self.ids.address(),
+            pitch: word(what, self.pitch)?,
+            page_bytes: word(what, self.page_bytes)?,
+        })
+    }
+}
+
+/// Arguments of [`insert`].
+pub(crate) struct Insert<'a> {
+    /// `[rows, heads, 512]`, in place.
+    pub(crate) q: &'a Buffer<u16>,
+    /// `[rows, 512]`.
+    pub(crate) kv: &'a Buffer<u16>,
+    /// `[512]`.
+    pub(crate) norm: &'a Buffer<f32>,
+    /// `[rows, 32]`.
+    pub(crate) turns: &'a Buffer<[f32; 2]>,
+    /// `[rows, ROW_BYTES]`.
+    pub(crate) staged: &'a Buffer<u8>,
+    pub(crate) heads: usize,
+    pub(crate) eps: f32,
+    /// The head norm rounds each step, as the official code does.
+    pub(crate) stepwise: bool,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct InsertParams {
+    q: u64,
+    kv: u64,
+    weight: u64,
+    turns: u64,
+    staged: u64,
+    heads: u32,
+    eps: f32,
+    stepwise: u32,
+    pad: u32,
+}
+// SAFETY: mirrors `InsertParams`.
+unsafe impl Params for InsertParams {}
+
+/// Norm and rotation of queries; norm, rotation, quantisation and storing of the step's window rows.
+pub(crate) fn insert(stream: &Stream, a: &Insert<'_>) -> Result<()> {
+    let rows = a.kv.len() / HEAD_DIM;
+    exact("the KV values", a.kv, rows * HEAD_DIM)?;
+    exact("the queries", a.q, rows * a.heads * HEAD_DIM)?;
+    exact("the KV norm", a.norm, HEAD_DIM)?;
+    exact("the rotations", a.turns, rows * (ROPE_DIM / 2))?;
+    exact("the staged window rows", a.staged, rows * ROW_BYTES)?;
+    let params = InsertParams {
+        q: a.q.address(),
+        kv: a.kv.address(),
+        weight: a.norm.address(),
+        turns: a.turns.address(),
+        staged: a.staged.address(),
+        heads: word("heads", a.heads)?,
+        eps: a.eps,
+        stepwise: u32::from(a.stepwise),
+        pad: 0,
+    };
+    let kernel = stream.gpu().kernel("insert")?;
+    let launch = Launch { grid: [(a.heads + 1).div_ceil(8), rows, 1], block: 256, shared: 0 };
+    // SAFETY: sizes checked above.
+    unsafe { stream.launch(kernel, launch, &params) }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CommitParams {
+    staged: u64,
+    ring: RawPages,
+    sequences: u64,
+    window: u32,
+    pad: u32,
+}
+// SAFETY: mirrors `CommitParams`.
+unsafe impl Params for CommitParams {}
+
+/// Moves the last staged rows of each sequence into its ring; `sequences` lie within the staged rows.
+pub(crate) fn window_commit(
+    stream: &Stream,
+    staged: &Buffer<u8>,
+    ring: &Pages<'_>,
+    sequences: &Buffer<Sequence>,
+    window: usize,
+) -> Result<()> {
+    multiple("the staged window rows", staged.len(), ROW_BYTES)?;
+    let params = CommitParams {
+        staged: staged.address(),
+        ring: ring.raw("the window ring", sequences.len(), window.div_ceil(64))?,
+        sequences: sequences.address(),
+        window: word("sliding_window", window)?,
+        pad: 0,
+    };
+    let kernel = stream.gpu().kernel("window_commit")?;
+    // SAFETY: sizes checked above; the sequences' rows are the caller's promise.
+    unsafe { stream.launch(kernel, Launch { grid: [window, sequences.len(), 1], block: 96, shared: 0 }, &params) }
+}
+
+/// Which compressor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Compressor {
+    /// Ratio 4, KV rows.
+    Main4,
+    /// Ratio 4, index keys.
+    Index4,
+    /// Ratio 128, KV rows.
+    Main128,
+}
+
+impl Compressor {
+    /// Channels of an entry.
+    pub(crate) const fn dim(self) -> usize {
+        if matches!(self, Self::Index4) { INDEX_DIM } else { HEAD_DIM }
+    }
+
+    /// Tokens of an entry.
+    pub(crate) const fn ratio(self) -> usize {
+        if matches!(self, Self::Main128) { 128 } else { 4 }
+    }
+
+    /// Channels of a token's values and gates.
+    pub(crate) const fn width(self) -> usize {
+        if matches!(self, Self::Main128) { HEAD_DIM } else { 2 * self.dim() }
+    }
+
+    /// float32 values of the state.
+    pub(crate) const fn state_len(self) -> usize {
+        if matches!(self, Self::Main128) { 3 * HEAD_DIM } else { 24 * self.dim() }
+    }
+
+    /// Entries of a page.
+    pub(crate) const fn per_page(self) -> usize {
+        if matches!(self, Self::Main128) { 2 } else { 64 }
+    }
+
+    /// Bytes of a page of its bucket.
+    pub(crate) const fn page_bytes(self) -> usize {
+        self.per_page() * if matches!(self, Self::Index4) { KEY_BYTES } else { ROW_BYTES }
+    }
+}
+
+/// Arguments of [`compress`].
+pub(crate) struct Compress<'a> {
+    pub(crate) kind: Compressor,
+    /// `[rows, width]`.
+    pub(crate) values: &'a Buffer<f32>,
+    /// `[rows, width]`.
+    pub(crate) gates: &'a Buffer<f32>,
+    /// `[ratio, width]`.
+    pub(crate) ape: &'a Buffer<f32>,
+    /// `[dim]`.
+    pub(crate) norm: &'a Buffer<f32>,
+    /// `[rows, 32]` of the entries' positions.
+    pub(crate) turns: &'a Buffer<[f32; 2]>,
+    /// `[rows]` sequence of each row.
+    pub(crate) sequence: &'a Buffer<u32>,
+    pub(crate) sequences: &'a Buffer<Sequence>,
+    pub(crate) entries: Pages<'a>,
+    /// State before the step, and pages of its own for the one after.
+    pub(crate) state: Pages<'a>,
+    pub(crate) fresh: Pages<'a>,
+    pub(crate) eps: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CompressParams {
+    u: u64,
+    g: u64,
+    ape: u64,
+    weight: u64,
+    turns: u64,
+    sequence: u64,
+    sequences: u64,
+    entries: RawPages,
+    state: RawPages,
+    fresh: RawPages,
+    count: u32,
+    eps: f32,
+}
+// SAFETY: mirrors `CompressParams`.
+unsafe impl Params for CompressParams {}
+
+/// Feeds the rows to a compressor: entries they complete go to their pages, the new state to `fresh`. Each sequence has
+/// at least one row.
+pub(crate) fn compress(stream: &Stream, a: &Compress<'_>) -> Result<()> {
+    let (rows, kind) = (a.sequence.len(), a.kind);
+    exact("the compressor's values", a.values, rows * kind.width())?;
+    exact("the compressor's gates", a.gates, rows * kind.width())?;
+    exact("the compressor's ape", a.ape, kind.ratio() * kind.width())?;
+    exact("the compressor's norm", a.norm, kind.dim())?;
+    exact("the entries' rotations", a.turns, rows * (ROPE_DIM / 2))?;
+    let count = a.sequences.len();
+    at_least("the rows of a step", a.sequence, count)?;
+    let state_pages = (4 * kind.state_len()).div_ceil(kind.page_bytes());
+    for pages in [&a.entries, &a.state, &a.fresh] {
+        if pages.page_bytes != kind.page_bytes() {
+            bail!(InvalidArgument, "pages of {} bytes for a {kind:?} compressor", pages.page_bytes);
+        }
+    }
+    let params = CompressParams {
+        u: a.values.address(),
+        g: a.gates.address(),
+        ape: a.ape.address(),
+        weight: a.norm.address(),
+        turns: a.turns.address(),
+        sequence: a.sequence.address(),
+        sequences: a.sequences.address(),
+        entries: a.entries.raw("the table of entries", count, 1)?,
+        state: a.state.raw("the table of states", count, state_pages)?,
+        fresh: a.fresh.raw("the table of new states", count, state_pages)?,
+        count: word("sequences", count)?,
+        eps: a.eps,
+    };
+    let (name, depth) = match kind {
+        Compressor::Main4 => ("compress4_main", 5),
+        Compressor::Index4 => ("compress4_index", 5),
+        Compressor::Main128 => ("compress128", 1),
+    };
+    let kernel = stream.gpu().kernel(name)?;
+    // SAFETY: sizes checked above; page ids and sequences are the caller's promise.
+    unsafe { stream.launch(kernel, Launch { grid: [rows, depth, 1], block: 128, shared: 0 }, &params) }
+}

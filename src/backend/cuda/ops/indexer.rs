@@ -1,0 +1,268 @@
+//! `kernels/indexer.cu`: index queries, scores, exact top-k, and the highest logit.
+
+use super::super::memory::{Buffer, Plain};
+use super::super::stream::Stream;
+use super::cache::{Pages, RawPages};
+use super::{INDEX_DIM, KEY_BYTES, Launch, Params, ROPE_DIM, address, at_least, exact, multiple, rows, word};
+use crate::error::{Result, bail};
+
+/// Keys of a block, rows of a group.
+const SCORE_KEYS: usize = 256;
+pub(crate) const GROUP_ROWS: usize = 16;
+const MAX_HEADS: usize = 64;
+/// Values of a row that a block chooses from, and bytes of its shared memory.
+const CHUNK: usize = 16_384;
+const SELECT_SHARED: usize = 4 * CHUNK;
+
+/// Arguments of [`index_query`].
+pub(crate) struct IndexQuery<'a> {
+    /// `[rows, heads, 128]`, in place.
+    pub(crate) q: &'a Buffer<u16>,
+    /// `[rows, heads]`, in place.
+    pub(crate) weights: &'a Buffer<u16>,
+    /// `[rows, 32]`.
+    pub(crate) turns: &'a Buffer<[f32; 2]>,
+    pub(crate) heads: usize,
+    /// Round to E2M1.
+    pub(crate) fp4: bool,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct IndexQueryParams {
+    q: u64,
+    weights: u64,
+    turns: u64,
+    heads: u32,
+    factor: f32,
+    fp4: u32,
+    pad: u32,
+}
+// SAFETY: mirrors `IndexQueryParams`.
+unsafe impl Params for IndexQueryParams {}
+
+/// Rotation, Hadamard and rounding of index queries, and the constant factor of the head weights.
+pub(crate) fn index_query(stream: &Stream, a: &IndexQuery<'_>) -> Result<()> {
+    if a.heads == 0 {
+        bail!(InvalidArgument, "an indexer without heads");
+    }
+    let rows = a.weights.len() / a.heads;
+    exact("the index weights", a.weights, rows * a.heads)?;
+    exact("the index queries", a.q, rows * a.heads * INDEX_DIM)?;
+    exact("the rotations", a.turns, rows * (ROPE_DIM / 2))?;
+    let params = IndexQueryParams {
+        q: a.q.address(),
+        weights: a.weights.address(),
+        turns: a.turns.address(),
+        heads: word("index_n_heads", a.heads)?,
+        factor: (1.0 / ((INDEX_DIM * a.heads) as f64).sqrt()) as f32,
+        fp4: u32::from(a.fp4),
+        pad: 0,
+    };
+    let kernel = stream.gpu().kernel("index_query")?;
+    let launch = Launch { grid: [a.heads.div_ceil(8), rows, 1], block: 256, shared: 0 };
+    // SAFETY: sizes checked above.
+    unsafe { stream.launch(kernel, launch, &params) }
+}
+
+/// Rows of one sequence that share decoded keys: at most [`GROUP_ROWS`].
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct Group {
+    pub(crate) sequence: u32,
+    pub(crate) first_row: u32,
+    pub(crate) rows: u32,
+    /// Position of the first row.
+    pub(crate) position: u32,
+}
+// SAFETY: four numbers.
+unsafe impl Plain for Group {}
+
+/// Arguments of [`scores`].
+pub(crate) struct Scores<'a> {
+    /// `[rows, heads, 128]`.
+    pub(crate) q: &'a Buffer<u16>,
+    /// `[rows, heads]`.
+    pub(crate) weights: &'a Buffer<u16>,
+    pub(crate) groups: &'a Buffer<Group>,
+    pub(crate) keys: Pages<'a>,
+    /// `[rows of the groups, pitch]`; row 0 is `first_row`.
+    pub(crate) scores: &'a Buffer<f32>,
+    pub(crate) first_row: usize,
+    pub(crate) pitch: usize,
+    pub(crate) sequences: usize,
+    pub(crate) heads: usize,
+    /// Most entries that a row of the groups sees; at most `pitch`.
+    pub(crate) visible: usize,
+    /// Products, weighted products and sums are rounded to bf16.
+    pub(crate) stepwise: bool,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ScoreParams {
+    q: u64,
+    weights: u64,
+    groups: u64,
+    keys: RawPages,
+    scores: u64,
+    first_row: u32,
+    pitch: u32,
+    heads: u32,
+    stepwise: u32,
+}
+// SAFETY: mirrors `ScoreParams`.
+unsafe impl Params for ScoreParams {}
+
+/// Scores of the visible entries of each row; others are not written. Groups lie within the rows, of which `first_row` is
+/// the first of the launch: the caller's promise.
+pub(crate) fn scores(stream: &Stream, a: &Scores<'_>) -> Result<()> {
+    multiple("index_n_heads", a.heads, 8)?;
+    if a.heads > MAX_HEADS {
+        bail!(Unsupported, "index_n_heads is {}; the GPU kernels take at most {MAX_HEADS}", a.heads);
+    }
+    let rows = a.weights.len() / a.heads;
+    exact("the index weights", a.weights, rows * a.heads)?;
+    exact("the index queries", a.q, rows * a.heads * INDEX_DIM)?;
+    multiple("the length of the scores", a.scores.len(), a.pitch)?;
+    if a.visible > a.pitch || a.keys.page_bytes != 64 * KEY_BYTES {
+        bail!(InvalidArgument, "{} visible entries in score rows of {}", a.visible, a.pitch);
+    }
+    let params = ScoreParams {
+        q: a.q.address(),
+        weights: a.weights.address(),
+        groups: a.groups.address(),
+        keys: a.keys.raw("the table of index keys", a.sequences, a.visible.div_ceil(64))?,
+        scores: a.scores.address(),
+        first_row: word("a row", a.first_row)?,
+        pitch: word("visible entries", a.pitch)?,
+        heads: a.heads as u32,
+        stepwise: u32::from(a.stepwise),
+    };
+    let kernel = stream.gpu().kernel("index_scores")?;
+    let grid = [a.visible.div_ceil(SCORE_KEYS), a.groups.len(), 1];
+    // SAFETY: sizes checked above; groups and page ids are the caller's promise.
+    unsafe { stream.launch(kernel, Launch { grid, block: 256, shared: 2 * a.heads * 256 }, &params) }
+}
+
+/// Arguments of [`top_k`].
+pub(crate) struct TopK<'a> {
+    /// `[rows, pitch]`.
+    pub(crate) scores: &'a Buffer<f32>,
+    pub(crate) pitch: usize,
+    /// Positions `[rows]` and the tokens of an entry: row r has `(position + 1) / ratio` values, at most `pitch`. Without,
+    /// all rows have `pitch`.
+    pub(crate) positions: Option<(&'a Buffer<u32>, usize)>,
+    /// `[rows, k]`, ascending.
+    pub(crate) ids: &'a Buffer<u32>,
+    /// `[rows]`.
+    pub(crate) counts: &'a Buffer<u32>,
+    pub(crate) k: usize,
+    /// Candidates `[rows, top_k_parts]`, for rows of more than one chunk.
+    pub(crate) parts: Option<(&'a Buffer<f32>, &'a Buffer<u32>)>,
+}
+
+/// Candidates of a row of up to `pitch` values; 0 if one block sees them all.
+pub(crate) fn top_k_parts(pitch: usize, k: usize) -> usize {
+    let chunks = pitch.div_ceil(CHUNK);
+    if chunks > 1 { chunks * k } else { 0 }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TopKParams {
+    scores: u64,
+    positions: u64,
+    ids: u64,
+    counts: u64,
+    part_scores: u64,
+    part_ids: u64,
+    pitch: u32,
+    ratio: u32,
+    count: u32,
+    k: u32,
+    chunks: u32,
+    pad: u32,
+}
+// SAFETY: mirrors `TopKParams`.
+unsafe impl Params for TopKParams {}
+
+/// The `k` highest values of each row, in ascending order of their places; ties go to the lower place, NaN is lowest.
+pub(crate) fn top_k(stream: &Stream, a: &TopK<'_>) -> Result<()> {
+    let count = a.counts.len();
+    exact("the selected entries", a.ids, count * a.k)?;
+    at_least("the scores", a.scores, count * a.pitch)?;
+    if let Some((positions, ratio)) = a.positions {
+        exact("the positions", positions, count)?;
+        if ratio == 0 {
+            bail!(InvalidArgument, "entries of 0 tokens");
+        }
+    }
+    let (chunks, parts) = (a.pitch.div_ceil(CHUNK), top_k_parts(a.pitch, a.k));
+    if parts > CHUNK {
+        bail!(Unsupported, "top {} of {} values; the GPU kernels take top-k times chunks up to {CHUNK}", a.k, a.pitch);
+    }
+    if parts > 0 {
+        let Some((values, ids)) = a.parts else {
+            bail!(InvalidArgument, "top-k of {} values needs workspace", a.pitch)
+        };
+        at_least("the top-k candidates", values, count * parts)?;
+        at_least("the top-k candidates", ids, count * parts)?;
+    }
+    let params = TopKParams {
+        part_scores: address(a.parts.map(|p| p.0)),
+        part_ids: address(a.parts.map(|p| p.1)),
+        chunks: chunks as u32,
+        pad: 0,
+        scores: a.scores.address(),
+        positions: address(a.positions.map(|p| p.0)),
+        ids: a.ids.address(),
+        counts: a.counts.address(),
+        pitch: word("scores of a row", a.pitch)?,
+        ratio: a.positions.map_or(1, |p| p.1) as u32,
+        count: a.pitch as u32,
+        k: word("top-k", a.k)?,
+    };
+    let kernel = stream.gpu().kernel("top_k")?;
+    let launch = |grid| Launch { grid, block: 1024, shared: SELECT_SHARED };
+    // SAFETY: sizes checked above; positions that fit the rows are the caller's promise.
+    unsafe { stream.launch(kernel, launch([chunks, count, 1]), &params)? };
+    if chunks == 1 {
+        return Ok(());
+    }
+    let kernel = stream.gpu().kernel("top_k_merge")?;
+    // SAFETY: as above.
+    unsafe { stream.launch(kernel, launch([count, 1, 1]), &params) }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ArgmaxParams {
+    logits: u64,
+    ids: u64,
+    values: u64,
+    count: u32,
+    pad: u32,
+}
+// SAFETY: mirrors `ArgmaxParams`.
+unsafe impl Params for ArgmaxParams {}
+
+/// The highest logit of each row `[rows, vocab]`, ties to the lower id; `u32::MAX` if a logit is NaN or infinite.
+pub(crate) fn argmax(stream: &Stream, logits: &Buffer<f32>, ids: &Buffer<u32>, values: &Buffer<f32>) -> Result<()> {
+    let count = ids.len();
+    exact("the highest logits", values, count)?;
+    if count == 0 {
+        return Ok(());
+    }
+    multiple("the length of the logits", logits.len(), count)?;
+    let params = ArgmaxParams {
+        logits: logits.address(),
+        ids: ids.address(),
+        values: values.address(),
+        count: word("vocab_size", logits.len() / count)?,
+        pad: 0,
+    };
+    let kernel = stream.gpu().kernel("argmax")?;
+    // SAFETY: sizes checked above.
+    unsafe { stream.launch(kernel, rows(count, 1024), &params) }
+}

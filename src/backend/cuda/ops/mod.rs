@@ -1,0 +1,82 @@
+//! Checked launchers, one file a group of kernels: each checks every size that its kernel relies on, then launches.
+//!
+//! The structs marked [`Params`] mirror those of the sources in `kernels/`, field by field. Tensors are dense and
+//! row-major; activations are bfloat16 bits (`u16`).
+
+mod attention;
+mod cache;
+mod hyper;
+mod indexer;
+mod linear;
+mod moe;
+mod norm;
+
+pub(crate) use attention::{Attention, Entries, Path as AttentionPath, attend};
+pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, compress, insert, window_commit};
+pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
+pub(crate) use indexer::{
+    GROUP_ROWS, Group, IndexQuery, Scores, TopK, argmax, index_query, scores, top_k, top_k_parts,
+};
+pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
+pub(crate) use moe::{
+    ExpertFormat, Experts, Grouping, Product, Route, Routing, combine, expert_product, group, route, swiglu,
+};
+pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations};
+
+use super::memory::{Buffer, Plain};
+use super::stream::{Launch, Params};
+use crate::error::{Result, bail};
+
+/// Values of a KV row, of its rotary part and of an index key that the kernels are written for.
+pub(crate) const HEAD_DIM: usize = 512;
+pub(crate) const ROPE_DIM: usize = 64;
+pub(crate) const INDEX_DIM: usize = 128;
+/// Bytes of a stored KV row and of an index key.
+pub(crate) const ROW_BYTES: usize = 584;
+pub(crate) const KEY_BYTES: usize = 68;
+/// Residual streams.
+pub(crate) const STREAMS: usize = 4;
+/// Rows longer than this do not fit the registers of one block.
+pub(crate) const MAX_WIDTH: usize = 8192;
+
+/// Refuses a buffer that is not exactly `len` long.
+fn exact<T: Plain>(what: &str, buffer: &Buffer<T>, len: usize) -> Result<()> {
+    if buffer.len() != len {
+        bail!(InvalidArgument, "{what} has {} values instead of {len}", buffer.len());
+    }
+    Ok(())
+}
+
+/// Refuses a buffer that is shorter than `len`.
+fn at_least<T: Plain>(what: &str, buffer: &Buffer<T>, len: usize) -> Result<()> {
+    if buffer.len() < len {
+        bail!(InvalidArgument, "{what} has {} values; {len} are needed", buffer.len());
+    }
+    Ok(())
+}
+
+/// Refuses a width that is not a multiple of `of`, or 0.
+fn multiple(what: &str, value: usize, of: usize) -> Result<()> {
+    if value == 0 || !value.is_multiple_of(of) {
+        bail!(Unsupported, "{what} is {value}; the GPU kernels need a multiple of {of}");
+    }
+    Ok(())
+}
+
+/// A size as kernels take it.
+fn word(what: &str, value: usize) -> Result<u32> {
+    match u32::try_from(value) {
+        Ok(v) => Ok(v),
+        Err(_) => bail!(Unsupported, "{what} is {value}; the GPU kernels count it in 32 bits"),
+    }
+}
+
+/// One block a row.
+fn rows(count: usize, block: u32) -> Launch {
+    Launch { grid: [count, 1, 1], block, shared: 0 }
+}
+
+/// Address of a buffer that may be absent.
+fn address<T: Plain>(buffer: Option<&Buffer<T>>) -> u64 {
+    buffer.map_or(0, Buffer::address)
+}

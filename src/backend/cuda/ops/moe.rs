@@ -1,0 +1,379 @@
+//! `kernels/moe.cu`: router, grouping by expert, grouped products, SwiGLU, sum.
+
+use super::super::memory::{Arena, Buffer};
+use super::super::stream::Stream;
+use super::linear::{few_rows, few_shared, many_shared};
+use super::{Launch, Params, address, at_least, exact, multiple, rows, word};
+use crate::error::{Result, bail};
+
+/// Limits of the kernels' registers and shared memory.
+const MAX_EXPERTS: usize = 512;
+const MAX_TOP_K: usize = 16;
+/// Tokens up to which one block a (row tile, expert) is used instead of tiles of 64 places.
+const FEW_TOKENS: usize = 64;
+
+/// How experts are chosen.
+pub(crate) enum Routing<'a> {
+    /// By affinity plus this bias `[experts]`.
+    Bias(&'a Buffer<f32>),
+    /// By token id: table `[vocab, top_k]` and the ids `[tokens]`.
+    Hash { table: &'a Buffer<i64>, tokens: &'a Buffer<u32> },
+}
+
+/// Arguments of [`route`].
+pub(crate) struct Route<'a> {
+    /// `[tokens, experts]`.
+    pub(crate) logits: &'a Buffer<f32>,
+    pub(crate) routing: Routing<'a>,
+    /// `[tokens, top_k]`, best first.
+    pub(crate) ids: &'a Buffer<u32>,
+    /// `[tokens, top_k]`.
+    pub(crate) weights: &'a Buffer<f32>,
+    pub(crate) experts: usize,
+    pub(crate) top_k: usize,
+    pub(crate) scale: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RouteParams {
+    logits: u64,
+    bias: u64,
+    table: u64,
+    tokens: u64,
+    ids: u64,
+    weights: u64,
+    count: u32,
+    experts: u32,
+    top_k: u32,
+    scale: f32,
+}
+// SAFETY: mirrors `RouteParams`.
+unsafe impl Params for RouteParams {}
+
+fn check_experts(experts: usize, top_k: usize) -> Result<()> {
+    if experts == 0 || experts > MAX_EXPERTS || top_k == 0 || top_k > MAX_TOP_K.min(experts) {
+        bail!(Unsupported, "top {top_k} of {experts} experts; the GPU kernels take {MAX_TOP_K} of {MAX_EXPERTS}");
+    }
+    Ok(())
+}
+
+/// Experts of each token and their weights.
+pub(crate) fn route(stream: &Stream, a: &Route<'_>) -> Result<()> {
+    check_experts(a.experts, a.top_k)?;
+    let tokens = a.ids.len() / a.top_k;
+    exact("the expert ids", a.ids, tokens * a.top_k)?;
+    exact("the expert weights", a.weights, tokens * a.top_k)?;
+    exact("the router logits", a.logits, tokens * a.experts)?;
+    let (mut bias, mut table, mut ids) = (0, 0, 0);
+    match a.routing {
+        Routing::Bias(b) => {
+            exact("the router bias", b, a.experts)?;
+            bias = b.address();
+        }
+        // token ids were checked against the vocabulary when the step was made
+        Routing::Hash { table: t, tokens: of } => {
+            exact("the token ids", of, tokens)?;
+            multiple("the length of the routing table", t.len(), a.top_k)?;
+            (table, ids) = (t.address(), of.address());
+        }
+    }
+    let params = RouteParams {
+        logits: a.logits.address(),
+        bias,
+        table,
+        tokens: ids,
+        ids: a.ids.address(),
+        weights: a.weights.address(),
+        count: word("tokens", tokens)?,
+        experts: a.experts as u32,
+        top_k: a.top_k as u32,
+        scale: a.scale,
+    };
+    let kernel = stream.gpu().kernel("route")?;
+    // SAFETY: sizes checked above.
+    unsafe { stream.launch(kernel, rows(tokens.div_ceil(4), 128), &params) }
+}
+
+/// Assignments sorted by expert. All buffers but `ids` are written by [`group`].
+pub(crate) struct Grouping {
+    /// `[assignments]` expert of each.
+    pub(crate) ids: Buffer<u32>,
+    /// `[assignments]` assignment of each place.
+    pub(crate) order: Buffer<u32>,
+    /// `[assignments]` place of each assignment.
+    pub(crate) places: Buffer<u32>,
+    /// `[experts + 1]`.
+    pub(crate) bounds: Buffer<u32>,
+    /// `[experts]`.
+    pub(crate) active: Buffer<u32>,
+    /// `[2, assignments / 64 rounded up + experts]`: expert and first place of each tile.
+    pub(crate) tiles: Buffer<u32>,
+    /// `[2]`: active experts, tiles.
+    pub(crate) totals: Buffer<u32>,
+    experts: usize,
+}
+
+impl Grouping {
+    /// Room for the grouping of `ids`.
+    pub(crate) fn new(arena: &mut Arena, ids: Buffer<u32>, experts: usize) -> Result<Self> {
+        check_experts(experts, 1)?;
+        let n = ids.len();
+        let mut take = |what, len| arena.take(what, len);
+        Ok(Self {
+            order: take("the order of assignments", n)?,
+            places: take("the places of assignments", n)?,
+            bounds: take("the bounds of experts", experts + 1)?,
+            active: take("the active experts", experts)?,
+            tiles: take("the expert tiles", 2 * (n.div_ceil(64) + experts))?,
+            totals: take("the expert totals", 2)?,
+            ids,
+            experts,
+        })
+    }
+
+    fn most_tiles(&self) -> usize {
+        self.ids.len().div_ceil(64) + self.experts
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GroupParams {
+    ids: u64,
+    order: u64,
+    places: u64,
+    bounds: u64,
+    active: u64,
+    tile_expert: u64,
+    tile_first: u64,
+    totals: u64,
+    count: u32,
+    experts: u32,
+}
+// SAFETY: mirrors `GroupParams`.
+unsafe impl Params for GroupParams {}
+
+/// Sorts assignments by expert, then by token.
+pub(crate) fn group(stream: &Stream, g: &Grouping) -> Result<()> {
+    let params = GroupParams {
+        ids: g.ids.address(),
+        order: g.order.address(),
+        places: g.places.address(),
+        bounds: g.bounds.address(),
+        active: g.active.address(),
+        tile_expert: g.tiles.address(),
+        tile_first: g.tiles.address() + 4 * g.most_tiles() as u64,
+        totals: g.totals.address(),
+        count: word("assignments", g.ids.len())?,
+        experts: g.experts as u32,
+    };
+    let kernel = stream.gpu().kernel("group")?;
+    // SAFETY: sizes checked above.
+    unsafe { stream.launch(kernel, rows(g.experts, 256), &params) }
+}
+
+/// One matrix of every expert.
+pub(crate) struct Experts<'a> {
+    /// `[experts]` addresses of `[rows, cols]` weights on the device.
+    pub(crate) data: &'a Buffer<u64>,
+    /// `[experts]` addresses of their scales.
+    pub(crate) scales: &'a Buffer<u64>,
+}
+
+/// Arguments of [`expert_product`].
+pub(crate) struct Product<'a> {
+    /// w1 and w3, whose outputs stand side by side, or w2.
+    pub(crate) matrices: &'a [Experts<'a>],
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// E2M1 with a scale per row and 32 columns, or E4M3 with one per tile: E8M0, or float32.
+    pub(crate) format: ExpertFormat,
+    /// `[tokens, cols]` if `top_k` is given, else `[places, cols]`.
+    pub(crate) x: &'a Buffer<u16>,
+    pub(crate) top_k: Option<usize>,
+    /// `[places, matrices * rows]`.
+    pub(crate) y: &'a Buffer<u16>,
+    /// Tokens of the step: decides how the work is cut, not what comes out.
+    pub(crate) tokens: usize,
+}
+
+/// Storage of routed experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ExpertFormat {
+    E2m1,
+    E4m3,
+    E4m3F32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ExpertParams {
+    data: [u64; 2],
+    scales: [u64; 2],
+    x: u64,
+    order: u64,
+    bounds: u64,
+    active: u64,
+    tile_expert: u64,
+    tile_first: u64,
+    totals: u64,
+    y: u64,
+    halves: u32,
+    rows: u32,
+    cols: u32,
+    top_k: u32,
+    format: u32,
+    pad: u32,
+}
+// SAFETY: mirrors `ExpertParams`.
+unsafe impl Params for ExpertParams {}
+
+/// The grouped product of all assignments with their experts' weights. The addresses in `matrices` must be those of
+/// matrices of the given shape, which is the caller's promise.
+pub(crate) fn expert_product(stream: &Stream, g: &Grouping, a: &Product<'_>) -> Result<()> {
+    multiple("the rows of an expert", a.rows, 128)?;
+    multiple("the columns of an expert", a.cols, 128)?;
+    let (halves, places) = (a.matrices.len(), g.ids.len());
+    if halves == 0 || halves > 2 {
+        bail!(InvalidArgument, "{halves} matrices of an expert in one product");
+    }
+    exact("the experts' output", a.y, places * halves * a.rows)?;
+    let inputs = a.top_k.map_or(places, |k| places / k);
+    exact("the experts' input", a.x, inputs * a.cols)?;
+    let (mut data, mut scales) = ([0; 2], [0; 2]);
+    for (i, m) in a.matrices.iter().enumerate() {
+        exact("the addresses of the experts", m.data, g.experts)?;
+        exact("the addresses of the experts' scales", m.scales, g.experts)?;
+        (data[i], scales[i]) = (m.data.address(), m.scales.address());
+    }
+    let params = ExpertParams {
+        data,
+        scales,
+        x: a.x.address(),
+        order: if a.top_k.is_some() { g.order.address() } else { 0 },
+        bounds: g.bounds.address(),
+        active: g.active.address(),
+        tile_expert: g.tiles.address(),
+        tile_first: g.tiles.address() + 4 * g.most_tiles() as u64,
+        totals: g.totals.address(),
+        y: a.y.address(),
+        halves: halves as u32,
+        rows: word("rows of an expert", a.rows)?,
+        cols: word("columns of an expert", a.cols)?,
+        top_k: a.top_k.unwrap_or(1) as u32,
+        format: match a.format {
+            ExpertFormat::E4m3 => 0,
+            ExpertFormat::E4m3F32 => 1,
+            ExpertFormat::E2m1 => 2,
+        },
+        pad: 0,
+    };
+    let (outputs, e2m1) = (halves * a.rows, a.format == ExpertFormat::E2m1);
+    let (name, launch) = if a.tokens <= FEW_TOKENS {
+        let grid = [outputs / few_rows(a.cols), g.experts.min(places), 1];
+        let name = if e2m1 { "expert_few_e2m1" } else { "expert_few_e4m3" };
+        (name, Launch { grid, block: 256, shared: few_shared(a.cols, 1) })
+    } else {
+        let (name, shared) =
+            if e2m1 { ("expert_many_e2m1", many_shared(64, 512)) } else { ("expert_many_e4m3", many_shared(128, 0)) };
+        (name, Launch { grid: [outputs / 128, g.most_tiles(), 1], block: 256, shared })
+    };
+    let kernel = stream.gpu().kernel(name)?;
+    // SAFETY: sizes checked above; the experts' addresses are the caller's promise.
+    unsafe { stream.launch(kernel, launch, &params) }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SwigluParams {
+    gate_up: u64,
+    weights: u64,
+    order: u64,
+    out: u64,
+    width: u32,
+    limit: f32,
+    quantise: u32,
+    pad: u32,
+}
+// SAFETY: mirrors `SwigluParams`.
+unsafe impl Params for SwigluParams {}
+
+/// `out[r] = weight * silu(min(gate, limit)) * clamp(up)` of `gate_up` `[rows, 2 width]`; with `routes`, row r is a place
+/// whose weight is `weights[order[r]]`.
+pub(crate) fn swiglu(
+    stream: &Stream,
+    gate_up: &Buffer<u16>,
+    out: &Buffer<u16>,
+    width: usize,
+    routes: Option<(&Buffer<f32>, &Buffer<u32>)>,
+    limit: f32,
+    quantise: bool,
+) -> Result<()> {
+    multiple("moe_intermediate_size", width, 128)?;
+    let count = out.len() / width;
+    exact("the activated values", out, count * width)?;
+    exact("the gate and up values", gate_up, 2 * count * width)?;
+    if let Some((weights, order)) = routes {
+        exact("the order of assignments", order, count)?;
+        exact("the expert weights", weights, count)?;
+    }
+    let params = SwigluParams {
+        gate_up: gate_up.address(),
+        weights: address(routes.map(|r| r.0)),
+        order: address(routes.map(|r| r.1)),
+        out: out.address(),
+        width: word("moe_intermediate_size", width)?,
+        limit,
+        quantise: u32::from(quantise),
+        pad: 0,
+    };
+    let kernel = stream.gpu().kernel("swiglu")?;
+    // SAFETY: sizes checked above.
+    unsafe { stream.launch(kernel, rows(count, 256), &params) }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CombineParams {
+    routed: u64,
+    shared: u64,
+    places: u64,
+    out: u64,
+    width: u32,
+    top_k: u32,
+}
+// SAFETY: mirrors `CombineParams`.
+unsafe impl Params for CombineParams {}
+
+/// Adds each token's experts in order of id, then the shared expert: `[tokens, width]`.
+pub(crate) fn combine(
+    stream: &Stream,
+    routed: &Buffer<u16>,
+    shared: &Buffer<u16>,
+    places: &Buffer<u32>,
+    out: &Buffer<u16>,
+    width: usize,
+) -> Result<()> {
+    multiple("hidden_size", width, 8)?;
+    let tokens = out.len() / width;
+    exact("the feed-forward output", out, tokens * width)?;
+    exact("the shared expert's output", shared, tokens * width)?;
+    exact("the experts' output", routed, places.len() * width)?;
+    let top_k = places.len().checked_div(tokens).unwrap_or(0);
+    if top_k * tokens != places.len() || top_k > MAX_TOP_K {
+        bail!(InvalidArgument, "{} places for {tokens} tokens", places.len());
+    }
+    at_least("the places of assignments", places, tokens)?;
+    let params = CombineParams {
+        routed: routed.address(),
+        shared: shared.address(),
+        places: places.address(),
+        out: out.address(),
+        width: word("hidden_size", width)?,
+        top_k: top_k as u32,
+    };
+    let kernel = stream.gpu().kernel("combine")?;
+    // SAFETY: sizes checked above.
+    unsafe { stream.launch(kernel, rows(tokens, 256), &params) }
+}
