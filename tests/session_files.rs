@@ -449,6 +449,19 @@ fn places_that_cannot_be_saved_to_are_named_and_nothing_is_left_there() {
     assert_eq!(restore(session.engine(), &folder.path().join("x")).err().unwrap().kind(), ErrorKind::NotFound);
 }
 
+#[cfg(unix)]
+#[test]
+fn a_named_pipe_is_refused_without_waiting_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let engine = engine();
+    refused(&engine, &path, ErrorKind::InvalidArgument, "a pipe");
+    let error = SessionFile::inspect(&path).unwrap_err();
+    assert!(error.message().contains("not a regular file"), "{error}");
+    assert_eq!(fed(&engine, 3).save(&path).unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
 #[test]
 fn a_link_stays_a_link_and_its_target_is_replaced() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! Reading files, with everything checked that can be checked.
 #![forbid(unsafe_code)]
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -38,6 +38,7 @@ impl Container {
     /// `NotFound` and `Io`; `Corrupt` for damaged or truncated files, `Unsupported` for newer ones and those of another
     /// byte order, `Mismatch` for other content.
     pub fn open(path: &Path, content: Content) -> Result<Self> {
+        check_regular(path)?;
         let file = File::open(path).map_err(|e| Error::io(path, &e))?;
         Self::read(path, file, content)
     }
@@ -47,6 +48,7 @@ impl Container {
     /// # Errors
     /// `Busy` too, if another save to the file is under way.
     pub fn open_to_append(path: &Path, content: Content) -> Result<Self> {
+        check_regular(path)?;
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(|e| Error::io(path, &e))?;
         if matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
             bail!(Busy, "{}: another save to this file is under way", path.display());
@@ -56,11 +58,7 @@ impl Container {
 
     fn read(path: &Path, mut file: File, content: Content) -> Result<Self> {
         let io = |e: &std::io::Error| Error::io(path, e);
-        let metadata = file.metadata().map_err(|e| io(&e))?;
-        if !metadata.is_file() {
-            bail!(InvalidArgument, "{}: not a regular file", path.display());
-        }
-        let file_bytes = metadata.len();
+        let file_bytes = file.metadata().map_err(|e| io(&e))?.len();
         let mut start = [0; 24];
         if file_bytes < start.len() as u64 {
             bail!(Corrupt, "{}: not a file of dsv4: it has only {file_bytes} bytes", path.display());
@@ -198,6 +196,15 @@ impl Container {
     }
 }
 
+/// Refuses anything but a regular file before it is opened, since opening a named pipe would wait.
+fn check_regular(path: &Path) -> Result<()> {
+    let metadata = fs::metadata(path).map_err(|e| Error::io(path, &e))?;
+    if !metadata.is_file() {
+        bail!(InvalidArgument, "{}: not a regular file", path.display());
+    }
+    Ok(())
+}
+
 /// The newer of the valid roots, and whether one is broken.
 fn read_roots(path: &Path, file: &mut File, header: &Header) -> Result<(Root, bool)> {
     let (mut newest, mut is_damaged): (Option<Root>, bool) = (None, false);
@@ -319,5 +326,47 @@ impl SectionReader<'_> {
             return Err(self.container.corrupt(what));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::file::{Identity, Writer};
+    use crate::cache::{CacheLayout, KvFormat};
+
+    #[test]
+    fn sections_beyond_4_gib_are_read_where_they_are() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        let layout = CacheLayout {
+            format: KvFormat::Fp8,
+            head_dim: 512,
+            rope_dim: 64,
+            index_dim: 128,
+            window: 128,
+            layers: Vec::new(),
+        };
+        let identity = Identity { fingerprint: 1, numerics: "reference".to_owned(), vocab: 10, layout };
+        let header = Header::new(Content::Session, identity);
+        let mut writer = Writer::create(&path, &header).unwrap();
+        writer.section(7, true, |section| section.put(b"near")).unwrap();
+        writer.leave_hole((5 << 30) + 3).unwrap();
+        writer.section(8, true, |section| section.put(b"far")).unwrap();
+        writer.commit().unwrap();
+        let mut writer = Writer::append(Container::open_to_append(&path, Content::Session).unwrap()).unwrap();
+        writer.section(9, true, |section| section.put(b"added")).unwrap();
+        writer.commit().unwrap();
+
+        let container = Container::open(&path, Content::Session).unwrap();
+        assert!(container.file_bytes() > 5 << 30, "{}", container.file_bytes());
+        container.verify().unwrap();
+        let section = container.find(9).unwrap().copied().unwrap();
+        assert!(section.offset > 5 << 30, "{section:?}");
+        let mut bytes = [0; 5];
+        let mut reader = container.section(&section).unwrap();
+        reader.fill(&mut bytes).unwrap();
+        reader.finish().unwrap();
+        assert_eq!(&bytes, b"added");
     }
 }

@@ -150,6 +150,15 @@ impl Writer {
         self.keep(&Section { bytes: self.end - section.offset, ..section })
     }
 
+    /// Leaves `bytes` bytes out that no section has.
+    #[cfg(test)]
+    pub(super) fn leave_hole(&mut self, bytes: u64) -> Result<()> {
+        self.flush()?;
+        self.end += bytes;
+        self.file.seek(SeekFrom::Start(self.end)).map_err(|e| Error::io(&self.path, &e))?;
+        Ok(())
+    }
+
     fn table(&self) -> Result<Vec<u8>> {
         let mut table = alloc::with_capacity("file table", self.sections.len() * ENTRY_BYTES)?;
         self.sections.iter().for_each(|section| table.extend_from_slice(&section.encode()));
