@@ -31,6 +31,12 @@ model=$root/examples/models/tiny-v4
 cc -std=c99 -Wall -Wextra -Wpedantic -Werror -o "$target/c/example" "$root/examples/c/chat.c" $(pkg-config --cflags --libs dsv4)
 LD_LIBRARY_PATH=$stage/lib "$target/c/example" "$model" "Tell me about the sea." </dev/null >"$target/c/example.out"
 test -s "$target/c/example.out"
+printf 'My name is "Ann".\nWhat is my name?\n' | LD_LIBRARY_PATH=$stage/lib "$target/c/example" "$model" >"$target/c/talk.out"
+test "$(wc -l <"$target/c/talk.out")" -ge 2
+if grep -q '<｜\|</think>' "$target/c/talk.out"; then
+    echo "the example prints markers: $target/c/talk.out" >&2
+    exit 1
+fi
 # shellcheck disable=SC2046
 cc -std=c99 -o "$target/c/example-static" "$root/examples/c/chat.c" $(pkg-config --cflags dsv4) "$stage/lib/libdsv4.a" \
     $(pkg-config --libs-only-l --static dsv4 | sed 's/-ldsv4//')

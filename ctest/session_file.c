@@ -109,6 +109,9 @@ int main(int argc, char **argv)
     OK(dsv4_session_file_get_info(path, &file, &err));
     CHECK(file.tokens == 50 && file.pending_tokens == 0);
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "complete is 2; 0 or 1", dsv4_session_save(restored, path, 2, &err));
+    OK(dsv4_session_truncate(fork, 0, &err));
+    OK(dsv4_session_get_info(fork, &info, &err));
+    CHECK(info.position == 0 && info.has_logits == 0);
     dsv4_session_free(restored);
     dsv4_session_free(fork);
 
@@ -123,6 +126,9 @@ int main(int argc, char **argv)
     CHECK(restored == NULL);
     REFUSED(DSV4_STATUS_NOT_FOUND, "nowhere", dsv4_session_restore(g.engine, "nowhere", NULL, &restored, &err));
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "path is NULL", dsv4_session_save(f.session, NULL, 0, &err));
+    FILE *foreign = fopen(other, "w");
+    CHECK(foreign != NULL && fputs("mine", foreign) >= 0 && fclose(foreign) == 0);
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "not a session file of dsv4", dsv4_session_save(f.session, other, 1, &err));
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "a folder", dsv4_session_save(f.session, ".", 0, &err));
     EXPECT(DSV4_STATUS_NOT_FOUND, dsv4_session_save(f.session, "nowhere/a.session", 0, &err));
     dsv4_engine_options options;
@@ -149,7 +155,7 @@ int main(int argc, char **argv)
     dsv4_cache_stats stats = {0};
     stats.size = sizeof stats;
     OK(dsv4_engine_get_cache_stats(g.engine, &stats, &err));
-    CHECK(stats.forks == 1 && stats.used_bytes > 0 && stats.held_bytes <= stats.limit_bytes);
+    CHECK(stats.computed_tokens >= 10 && stats.forks == 1 && stats.used_bytes > 0 && stats.held_bytes <= stats.limit_bytes);
     CHECK(remove(path) == 0 && remove(other) == 0);
     fixture_close(&f);
     fixture_close(&g);

@@ -18,8 +18,9 @@
 // `find_package(dsv4)` with the targets `dsv4::dsv4` (shared) and `dsv4::static`. Link the installed tree, not
 // `target/release`: programs look for the library under its soname, `libdsv4.so.0.1`, which is a link that the
 // installation makes (`ln -s libdsv4.so target/release/libdsv4.so.0.1` is enough for a trial). The library
-// links no CUDA and no C++ library; the NVIDIA driver is opened at run time where there is one. A process can hold one
-// copy of the static library and, beside it, copies of the shared one.
+// needs libc, libm and `libgcc_s`, no CUDA and no C++ library; the NVIDIA driver is opened at run time where there is one.
+// A program can link one static library that was written in Rust; where another one is linked already, take the shared
+// library.
 //
 // CONVENTIONS
 //
@@ -30,7 +31,8 @@
 //
 // Structs begin with `size`, so that old programs run with new libraries and the other way round. Fill options with
 // their `dsv4_<object>_options_init`, which sets `size` and every default; NULL options are the defaults; fields that
-// this library does not know must be zero. Set `size` of structs that a call fills: `dsv4_piece piece = {sizeof piece};`.
+// this library does not know must be zero. Set `size` of structs that a call fills:
+// `dsv4_piece piece = {0}; piece.size = sizeof piece;`. The header needs C99 or C++11.
 //
 // ERRORS
 //
@@ -182,8 +184,8 @@ enum dsv4_status
     DSV4_STATUS_PANIC = 17,
     // The caller's buffer is too small; the required length has been written. Call again with more room.
     DSV4_STATUS_BUFFER_TOO_SMALL = 18,
-    // The engine's cache limit is reached by pages in use; the message has the counts. The session is unchanged, and
-    // freeing any session lets it go on.
+    // The engine's cache limit is reached by pages in use; the message has the counts. As after `CANCELLED`, the chunks
+    // of a feed that were complete stay in the session; free or clear any session and feed the rest to go on.
     DSV4_STATUS_NO_BLOCKS = 19,
     // A session file was written with another model, numerics or cache format than the engine's.
     DSV4_STATUS_MISMATCH = 20,
@@ -674,7 +676,7 @@ typedef struct dsv4_engine_options {
     // it; 1 starts none and works on the calling thread.
     uint32_t threads;
     // Most tokens that go through the model at once, 1 to 65536; 256 by default. More is faster and takes more memory,
-    // and a call is cancelled within one such chunk.
+    // and a call is cancelled within one layer of one such chunk.
     uint32_t prefill_chunk;
     // Most bytes of the cache, for sessions and reusable prompt beginnings together; 0, the default, is a quarter of the
     // machine's memory. Memory is taken as it fills; at the limit, beginnings that no session uses are dropped, the
@@ -839,8 +841,8 @@ DSV4_API void dsv4_session_free(dsv4_session *session);
 // may be NULL, and `userdata` may be NULL.
 //
 // Errors: `INVALID_ARGUMENT` for an id outside the vocabulary and `CONTEXT_FULL` if the tokens do not all fit (nothing
-// is fed then); `CANCELLED`, `OUT_OF_MEMORY`, `NUMERIC`, `IO` (the chunks that were complete stay, see
-// `dsv4_session_info.position`; feed the rest to go on).
+// is fed then); `CANCELLED`, `NO_BLOCKS`, `OUT_OF_MEMORY`, `NUMERIC`, `IO` (the chunks that were complete stay, see
+// `dsv4_session_info.position`, and there are no logits if there was one; feed the rest to go on).
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_feed(dsv4_session *session,
                               const uint32_t *tokens,
@@ -907,8 +909,8 @@ dsv4_status dsv4_session_fork(dsv4_session *session,
 
 // Goes back to the first `position` tokens, exactly. The last `rollback` tokens of the session's options, fed one at a
 // time, are taken back without computing; otherwise it starts from the nearest checkpoint below and computes the rest
-// again. The logits are then those behind token `position - 1`. Generations that were started on the session end with an
-// error.
+// again. The logits are then those behind token `position - 1`; at 0 there are none. Generations that were started on the
+// session end with an error.
 //
 // Errors: `INVALID_ARGUMENT` if the session has fewer tokens; `BUSY`; those of `dsv4_session_feed`, after which the
 // session holds a beginning of the tokens that were wanted.
@@ -946,6 +948,9 @@ dsv4_status dsv4_session_cancel(const dsv4_session *session,
 // cache format. Files carry checksums and are read with suspicion: whatever is wrong with one is an error that names it,
 // and nothing changes. While a file is saved, at every moment the file under the path is a complete old save or the
 // complete new one, also when the process is killed or the power fails.
+//
+// The model is known by its fingerprint, which is made of the config, the tensors, and the shards' sizes and modification
+// times, so that a changed weight is noticed. A copy of a model has the same only if it keeps the times: `cp -a`.
 
 // Facts about a session file. Set `size` to `sizeof(dsv4_session_file_info)` before the call.
 typedef struct dsv4_session_file_info {
@@ -967,7 +972,7 @@ typedef struct dsv4_session_file_info {
     uint64_t tokens;
     // Of these, tokens that restoring computes again.
     uint64_t pending_tokens;
-    // Blocks of 256 tokens.
+    // Full blocks of 256 tokens.
     uint64_t blocks;
     // Saves since the file was made.
     uint64_t saves;
@@ -975,7 +980,7 @@ typedef struct dsv4_session_file_info {
     uint64_t file_bytes;
     // Header and tables.
     uint64_t frame_bytes;
-    // Blocks.
+    // Rows and tokens of the full blocks, and rows of the partial block behind them: something even where `blocks` is 0.
     uint64_t block_bytes;
     // Windows and states.
     uint64_t state_bytes;
@@ -985,8 +990,9 @@ typedef struct dsv4_session_file_info {
     uint64_t unused_bytes;
 } dsv4_session_file_info;
 
-// Saves the session to the file at `path`. A file that holds a beginning of this session is added to; anything else is
-// replaced. The session does not change.
+// Saves the session to the file at `path`. A file that holds a beginning of this session is added to. A file of another
+// session or model, a damaged one and an empty one are replaced; what is not dsv4's, or only newer versions can read, is
+// not. The session does not change.
 //
 // Over the life of a session that grows, at most twice its size is written, however often it is saved. To keep that, a
 // save soon after another may write only the new tokens, which restoring then computes again: never more than about as
@@ -994,8 +1000,9 @@ typedef struct dsv4_session_file_info {
 // last save wants; 0 keeps the bound.
 //
 // Errors: `IO` and `NOT_FOUND` from the file system (disk full, permissions, no such folder), `INVALID_ARGUMENT` if
-// something other than a file is at `path`, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`. After any
-// of them the old file is as it was.
+// something other than a file, or a file that is not dsv4's, is at `path`, `UNSUPPORTED` if a file of a newer version or of
+// the other byte order is, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`. After any of them the old
+// file is as it was.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_save(dsv4_session *session,
                               const char *path,
@@ -1131,6 +1138,12 @@ DSV4_API DSV4_NODISCARD dsv4_status dsv4_sampler_reset(dsv4_sampler *sampler, ds
 //
 // The loop of sampling, feeding and decoding, with stop conditions, in two forms: pull one piece after the other with
 // `dsv4_generation_next`, which needs no callback, or have them pushed by `dsv4_session_generate`.
+//
+// The last token that was handed out is not in the session: its logits were not needed. To go on from the text, feed it:
+//
+// ```c
+// dsv4_session_feed(session, &piece.token, 1, NULL, NULL, &err);
+// ```
 
 // Why a generation ended.
 enum dsv4_finish
@@ -1162,7 +1175,8 @@ typedef int32_t dsv4_finish;
 // A running generation of one session with one sampler. One thread at a time.
 //
 // A token is sampled, handed out, and fed to the session when the next one is asked for; so the session holds all tokens
-// but the last one that was handed out. Between two calls the session may be read, but not fed or cleared.
+// but the last one that was handed out (to go on from the text, feed that one). Between two calls the session may be
+// read, but not fed or cleared.
 typedef struct dsv4_generation dsv4_generation;
 
 // When a generation ends. Fill with `dsv4_generation_options_init`, then change what you like. By default it ends at the
@@ -1193,7 +1207,8 @@ typedef struct dsv4_piece {
     // `sizeof(dsv4_piece)`.
     size_t size;
     // `text_len` bytes of complete UTF-8 and a final NUL, valid until the next call with this generation. Empty while a
-    // character or a possible stop string is incomplete.
+    // character or a possible stop string is incomplete. Control tokens come spelled out, as `<think>` does;
+    // `dsv4_chat_parser` tells them from text.
     const char *text;
     // Bytes of `text`, without the NUL.
     size_t text_len;
@@ -1263,7 +1278,8 @@ dsv4_status dsv4_generation_finish(dsv4_generation *generation,
 // be NULL. `*finish` receives the `dsv4_finish`.
 //
 // Errors: `CANCELLED` if the callback or `dsv4_session_cancel` asks for it; otherwise as `dsv4_generation_new` and
-// `dsv4_generation_next`. The tokens that were told of stay in the session, but for the last.
+// `dsv4_generation_next`. The tokens that were told of are in the session, but for the last: to go on from the text, feed
+// `piece->token` of the last piece.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_generate(dsv4_session *session,
                                   dsv4_sampler *sampler,
@@ -1593,6 +1609,8 @@ typedef struct dsv4_cache_stats {
     uint64_t damaged_files;
     // Failures of the file system.
     uint64_t io_errors;
+    // Tokens that went through the model, in all sessions.
+    uint64_t computed_tokens;
 } dsv4_cache_stats;
 
 // Cache memory that the session holds now.

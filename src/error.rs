@@ -31,8 +31,8 @@ pub enum ErrorKind {
     OutOfMemory,
     /// The session's context is full; the session is unchanged.
     ContextFull,
-    /// The cache's byte limit is reached by pages in use; the message has the counts. The session is unchanged, and
-    /// freeing anything lets it go on.
+    /// The cache's byte limit is reached by pages in use; the message has the counts. As after `Cancelled`, the chunks of
+    /// a feed that were complete stay in the session; free or clear something and feed the rest to go on.
     NoBlocks,
     /// The call was cancelled; what was computed before stays usable.
     Cancelled,

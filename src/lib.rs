@@ -18,7 +18,9 @@
 //! let engine = Engine::new(&model, EngineOptions::default())?;
 //! let mut session = Session::new(&engine, SessionOptions::default())?;
 //! let mut sampler = Sampler::new(SamplerOptions::default())?;
-//! session.feed(&model.tokenizer()?.encode("Once upon a time", Markup::Text)?)?;
+//! let mut prompt = vec![model.config().bos_token_id];
+//! prompt.extend(model.tokenizer()?.encode("Once upon a time", Markup::Text)?);
+//! session.feed(&prompt)?;
 //! for piece in session.generate(&mut sampler, GenerateOptions { max_tokens: Some(100), ..Default::default() })? {
 //!     print!("{}", piece?.text);
 //! }

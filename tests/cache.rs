@@ -551,6 +551,29 @@ fn tokens_within_the_rollback_are_taken_back_without_computing() {
 }
 
 #[test]
+fn a_feed_that_finds_no_room_keeps_its_complete_chunks_and_goes_on_when_there_is_some() {
+    let folder = nano();
+    let whole = prompt(1, 900);
+    let mut cold = subject::session(&subject::engine_with(&folder, options(64)), 900);
+    cold.feed(&whole).unwrap();
+    let limit = 2 * fixed(&cold) + cold.cache_bytes().pages;
+    let engine = subject::engine_with(&folder, EngineOptions { cache_bytes: limit, ..options(64) });
+    let mut other = subject::session(&engine, 900);
+    other.feed(&prompt(2, 600)).unwrap();
+    let mut session = subject::session(&engine, 900);
+    let error = session.feed(&whole).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NoBlocks);
+    assert!(error.message().ends_with("raise cache_bytes (--cache-bytes), or free or clear a session"), "{error}");
+    let done = session.position();
+    assert!(done > 0 && done < 900 && done.is_multiple_of(64), "{done} tokens");
+    assert_eq!(session.tokens(), &whole[..done]);
+    assert!(session.logits().is_none(), "they would be those of an older token");
+    drop(other);
+    session.feed(&whole[done..]).unwrap();
+    assert_eq!(session.logits(), cold.logits());
+}
+
+#[test]
 fn exhaustion_names_the_counts_and_freeing_anything_lets_it_go_on() {
     let folder = nano();
     let probe = subject::session(&subject::engine_with(&folder, options(64)), 900);

@@ -190,6 +190,10 @@ fn wrong_usage_is_exit_code_2_and_says_what_is_wrong() {
     misused(&run_args(&["--cache-bytes", "8Q"]), "not a size");
     misused(&run_args(&["--cache-bytes", "99999999999T"]), "64 bits");
     misused(&run_args(&["--checkpoints", "300"]), "multiple of 256");
+    for option in ["--disk-tier-bytes", "--disk-write-rate", "--disk-write-total", "--prefetch-depth"] {
+        misused(&run_args(&[option, "8"]), "--disk-tier <FOLDER>");
+    }
+    misused(&run_args(&["--prefetch", "off"]), "--disk-tier <FOLDER>");
     misused(&run_args(&["--prefetch", "soon"]), "off, next or aggressive");
     misused(&run_args(&["--prefetch-depth", "0"]), "1024");
     misused(&["cache"], "FILE");
@@ -312,7 +316,9 @@ fn options_of_run_do_what_they_say() {
         |more: &[&str]| ok(&[&["run", MODEL, "--greedy", "-n", "8", "-p", "Hello<｜Assistant｜>"], more].concat());
     assert_ne!(marked(&["--markup"]), marked(&[]));
     let stats = dsv4(&run_args(&["--greedy", "--stats"]));
-    for part in ["prompt: 6 tokens", "output: 12 tokens", "--max-tokens", "cache:", "reference", "fp8"] {
+    for part in
+        ["prompt: 6 tokens, 0 of them reused", "output: 12 tokens", "--max-tokens", "cache:", "reference", "fp8"]
+    {
         assert!(stderr(&stats).contains(part), "{}", stderr(&stats));
     }
     fails(&run_args(&["--context", "4"]), &["6 tokens do not fit", "0 of 4"]);
@@ -654,6 +660,46 @@ fn a_story_goes_on_from_its_session_file_as_if_it_had_never_ended() {
 }
 
 #[test]
+fn a_session_that_could_not_be_saved_fails_before_the_model_is_opened() {
+    let dir = tempfile::tempdir().unwrap();
+    let run =
+        |session: &Path| ["run", "/nowhere/model", "--prompt", "a", "--session", text(session)].map(str::to_owned);
+    let refused = |session: &Path, why: &str| {
+        let args = run(session);
+        fails(&args.each_ref().map(String::as_str), &[text(session), why]);
+    };
+    refused(&dir.path().join("none/a.session"), "No such file");
+    refused(&dir.path().join("x".repeat(300)), "too long");
+    refused(dir.path(), "not a regular file");
+    refused(Path::new("/dev/full"), "not a regular file");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    // a place that is good
+    let args = run(&dir.path().join("a.session"));
+    fails(&args.each_ref().map(String::as_str), &["/nowhere/model"]);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupt_while_the_prompt_is_read_saves_its_complete_chunks() {
+    let dir = tempfile::tempdir().unwrap();
+    let (prompt, file) = (dir.path().join("prompt"), dir.path().join("a.session"));
+    fs::write(&prompt, "The sea was calm and the little boat went on. ".repeat(2000)).unwrap();
+    let args = ["run", MODEL, "-f", text(&prompt), "--session", text(&file), "--chunk", "16", "--threads", "1"];
+    let child = spawn(&args);
+    std::thread::sleep(std::time::Duration::from_millis(1500));
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert!(stderr(&output).contains("interrupted: ") && stderr(&output).contains("a.session"), "{}", stderr(&output));
+    let report = json(&["cache", "--json", "--verify", text(&file)]);
+    let tokens = report[0]["tokens"].as_u64().unwrap();
+    assert!(tokens > 0 && tokens.is_multiple_of(16), "{tokens} tokens");
+    // and it goes on from there
+    ok(&["run", MODEL, "--prompt", " The end", "-n", "1", "--session", text(&file)]);
+}
+
+#[test]
 fn a_second_run_finds_the_prompt_in_the_disk_tier() {
     let dir = tempfile::tempdir().unwrap();
     let prompt = "The sea was calm and the little boat went on. ".repeat(80);
@@ -661,6 +707,24 @@ fn a_second_run_finds_the_prompt_in_the_disk_tier() {
     let first = ok(&args);
     let files = fs::read_dir(dir.path()).unwrap().count();
     assert!(files >= 2, "{files} files");
-    assert_eq!(ok(&args), first);
+    let again = dsv4(&[&args[..], &["--stats"]].concat());
+    assert_eq!(stdout(&again), first);
+    let reused = stderr(&again).split_once(" of them reused").unwrap().0.rsplit(' ').next().unwrap();
+    assert!(reused.parse::<usize>().unwrap() >= 256, "{}", stderr(&again));
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), files);
+    for entry in fs::read_dir(dir.path()).unwrap() {
+        let file = entry.unwrap().path();
+        let report = json(&["cache", "--json", "--verify", text(&file)]);
+        let name = format!("{}.{}", report[0]["key"].as_str().unwrap(), report[0]["tier"].as_str().unwrap());
+        assert_eq!(file.file_name().unwrap().to_str(), Some(&*name));
+        assert!(report[0]["tokens"].as_u64().unwrap() >= 256, "{report}");
+        let human = ok(&["cache", text(&file)]);
+        assert!(human.contains("of a disk tier") && human.contains("reference, fp8 cache"), "{human}");
+        let mut bytes = fs::read(&file).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(&file, bytes).unwrap();
+        let bad = dsv4(&["cache", "--verify", text(&file)]);
+        assert!(bad.status.code() == Some(1) && stdout(&bad).contains("checksum"), "{}", stdout(&bad));
+    }
 }

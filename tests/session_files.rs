@@ -463,11 +463,69 @@ fn a_named_pipe_is_refused_without_waiting_for_it() {
 }
 
 #[test]
+fn what_is_not_ours_or_too_new_is_not_replaced_and_what_is_damaged_or_empty_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.session");
+    let engine = engine();
+    let session = fed(&engine, 300);
+    session.save(&path).unwrap();
+    let ours = fs::read(&path).unwrap();
+    let mut newer = ours.clone();
+    newer[12..16].copy_from_slice(&[2, 0, 2, 0]);
+    let foreign = format!("{}: is not a session file of dsv4 and will not be replaced", path.display());
+    for (bytes, kind, words) in [
+        (&b"x"[..], ErrorKind::InvalidArgument, &*foreign),
+        (b"DSV4FIL", ErrorKind::InvalidArgument, &foreign),
+        (&[7; 100_000], ErrorKind::InvalidArgument, &foreign),
+        (&newer, ErrorKind::Unsupported, "needs a reader of version 2"),
+    ] {
+        fs::write(&path, bytes).unwrap();
+        for complete in [false, true] {
+            let error = session.save_with(&path, SaveOptions { complete }).unwrap_err();
+            assert!(error.kind() == kind && error.message().contains(words), "{error:?}");
+        }
+        assert_eq!(fs::read(&path).unwrap(), bytes);
+        assert_eq!(neighbours(&path), ["a.session"]);
+    }
+    for bytes in [&b""[..], b"DSV4FILE", &ours[..ours.len() / 2]] {
+        fs::write(&path, bytes).unwrap();
+        session.save(&path).unwrap();
+        assert_eq!(bits(&restore(&engine, &path).unwrap()), bits(&session));
+    }
+}
+
+#[test]
+fn a_copy_of_a_model_has_its_sessions_if_it_has_its_times() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.session");
+    let copy = folder.path().join("model");
+    fs::create_dir(&copy).unwrap();
+    let session = fed(&engine(), 20);
+    session.save(&path).unwrap();
+    for entry in fs::read_dir(nano()).unwrap() {
+        let entry = entry.unwrap();
+        let to = copy.join(entry.file_name());
+        fs::copy(entry.path(), &to).unwrap();
+        let later = entry.metadata().unwrap().modified().unwrap() + Duration::from_secs(1);
+        fs::OpenOptions::new().append(true).open(to).unwrap().set_modified(later).unwrap();
+    }
+    let error = restore(&subject::engine_with(&copy, options()), &path).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Mismatch);
+    assert!(error.message().contains("modification times") && error.message().contains("cp -a"), "{error}");
+    for entry in fs::read_dir(nano()).unwrap() {
+        let entry = entry.unwrap();
+        let to = fs::OpenOptions::new().append(true).open(copy.join(entry.file_name())).unwrap();
+        to.set_modified(entry.metadata().unwrap().modified().unwrap()).unwrap();
+    }
+    assert_eq!(bits(&restore(&subject::engine_with(&copy, options()), &path).unwrap()), bits(&session));
+}
+
+#[test]
 fn a_link_stays_a_link_and_its_target_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let (target, link) = (folder.path().join("target.session"), folder.path().join("link.session"));
     let engine = engine();
-    fs::write(&target, b"something else").unwrap();
+    fed(&engine, 300).save(&target).unwrap();
     std::os::unix::fs::symlink(&target, &link).unwrap();
     fed(&engine, 30).save(&link).unwrap();
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());

@@ -1,4 +1,4 @@
-//! How cache rows are stored, and how many bytes each kind takes (spec: `cache.md` section 1).
+//! How cache rows are stored, and how many bytes each kind takes.
 #![forbid(unsafe_code)]
 
 use std::fmt;

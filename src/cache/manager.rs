@@ -210,7 +210,8 @@ impl CacheManager {
             ErrorKind::NoBlocks,
             format!(
                 "{}; {wide} wide, {index} index and {narrow} narrow pages are used by sessions, nothing is evictable; \
-                 a block of {BLOCK_TOKENS} tokens takes {} bytes",
+                 a block of {BLOCK_TOKENS} tokens takes {} bytes; raise cache_bytes (--cache-bytes), or free or clear a \
+                 session",
                 error.message(),
                 self.layout.block_bytes().0 + self.layout.block_bytes().1
             ),

@@ -1,4 +1,4 @@
-//! Spellings of the control tokens and tags of V4's chat format (model.md section 7).
+//! Spellings of the control tokens and tags of V4's chat format (reference `encoding_dsv4.py`).
 
 pub(super) const BOS: &str = "<｜begin▁of▁sentence｜>";
 pub(super) const EOS: &str = "<｜end▁of▁sentence｜>";

@@ -1,6 +1,6 @@
 //! The chat format of V4: messages to prompt, and what the model writes back to messages.
 //!
-//! Encoding follows the official encoder byte for byte (model.md section 7) with one difference
+//! Encoding follows the official encoder byte for byte (`encoding_dsv4.py`) with one difference
 //! that is the point of [`Prompt`]: text from users never becomes a control token, whatever it
 //! spells. Decoding is incremental and never loses output: what is not well-formed comes out as
 //! [`Event::Malformed`] with its raw text.

@@ -1,4 +1,4 @@
-//! Messages to a prompt, byte for byte as the official encoder writes it (model.md section 7).
+//! Messages to a prompt, byte for byte as the official encoder writes it (`encoding_dsv4.py`).
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! Tools in the prompt: the block that offers them, and calls made earlier (model.md section 7).
+//! Tools in the prompt: the block that offers them, and calls made earlier (reference `encoding_dsv4.py`).
 
 use super::json::{Json, fail};
 use super::message::ToolCall;

@@ -127,6 +127,8 @@ pub struct dsv4_cache_stats {
     pub damaged_files: u64,
     /// Failures of the file system.
     pub io_errors: u64,
+    /// Tokens that went through the model, in all sessions.
+    pub computed_tokens: u64,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -187,6 +189,7 @@ pub unsafe extern "C" fn dsv4_engine_get_cache_stats(
             deleted_files: stats.tiers.deleted_files,
             damaged_files: stats.tiers.damaged_files,
             io_errors: stats.tiers.io_errors,
+            computed_tokens: stats.computed_tokens,
         });
         Ok(())
     })

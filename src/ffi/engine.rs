@@ -116,7 +116,7 @@ pub struct dsv4_engine_options {
     /// it; 1 starts none and works on the calling thread.
     pub threads: u32,
     /// Most tokens that go through the model at once, 1 to 65536; 256 by default. More is faster and takes more memory,
-    /// and a call is cancelled within one such chunk.
+    /// and a call is cancelled within one layer of one such chunk.
     pub prefill_chunk: u32,
     /// Most bytes of the cache, for sessions and reusable prompt beginnings together; 0, the default, is a quarter of the
     /// machine's memory. Memory is taken as it fills; at the limit, beginnings that no session uses are dropped, the

@@ -2,6 +2,12 @@
 //!
 //! The loop of sampling, feeding and decoding, with stop conditions, in two forms: pull one piece after the other with
 //! `dsv4_generation_next`, which needs no callback, or have them pushed by `dsv4_session_generate`.
+//!
+//! The last token that was handed out is not in the session: its logits were not needed. To go on from the text, feed it:
+//!
+//! ```c
+//! dsv4_session_feed(session, &piece.token, 1, NULL, NULL, &err);
+//! ```
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
@@ -24,7 +30,8 @@ use crate::session::{Decoding, Finish, GenerateOptions, Piece, Session};
 /// A running generation of one session with one sampler. One thread at a time.
 ///
 /// A token is sampled, handed out, and fed to the session when the next one is asked for; so the session holds all tokens
-/// but the last one that was handed out. Between two calls the session may be read, but not fed or cleared.
+/// but the last one that was handed out (to go on from the text, feed that one). Between two calls the session may be
+/// read, but not fed or cleared.
 pub struct dsv4_generation {
     exclusive: Exclusive<Running>,
 }
@@ -99,7 +106,8 @@ pub struct dsv4_piece {
     /// `sizeof(dsv4_piece)`.
     pub size: usize,
     /// `text_len` bytes of complete UTF-8 and a final NUL, valid until the next call with this generation. Empty while a
-    /// character or a possible stop string is incomplete.
+    /// character or a possible stop string is incomplete. Control tokens come spelled out, as `<think>` does;
+    /// `dsv4_chat_parser` tells them from text.
     pub text: *const c_char,
     /// Bytes of `text`, without the NUL.
     pub text_len: usize,
@@ -222,7 +230,8 @@ pub unsafe extern "C" fn dsv4_generation_finish(
 /// be NULL. `*finish` receives the `dsv4_finish`.
 ///
 /// Errors: `CANCELLED` if the callback or `dsv4_session_cancel` asks for it; otherwise as `dsv4_generation_new` and
-/// `dsv4_generation_next`. The tokens that were told of stay in the session, but for the last.
+/// `dsv4_generation_next`. The tokens that were told of are in the session, but for the last: to go on from the text, feed
+/// `piece->token` of the last piece.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_session_generate(

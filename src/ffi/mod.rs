@@ -18,8 +18,9 @@
 //! `find_package(dsv4)` with the targets `dsv4::dsv4` (shared) and `dsv4::static`. Link the installed tree, not
 //! `target/release`: programs look for the library under its soname, `libdsv4.so.0.1`, which is a link that the
 //! installation makes (`ln -s libdsv4.so target/release/libdsv4.so.0.1` is enough for a trial). The library
-//! links no CUDA and no C++ library; the NVIDIA driver is opened at run time where there is one. A process can hold one
-//! copy of the static library and, beside it, copies of the shared one.
+//! needs libc, libm and `libgcc_s`, no CUDA and no C++ library; the NVIDIA driver is opened at run time where there is one.
+//! A program can link one static library that was written in Rust; where another one is linked already, take the shared
+//! library.
 //!
 //! CONVENTIONS
 //!
@@ -30,7 +31,8 @@
 //!
 //! Structs begin with `size`, so that old programs run with new libraries and the other way round. Fill options with
 //! their `dsv4_<object>_options_init`, which sets `size` and every default; NULL options are the defaults; fields that
-//! this library does not know must be zero. Set `size` of structs that a call fills: `dsv4_piece piece = {sizeof piece};`.
+//! this library does not know must be zero. Set `size` of structs that a call fills:
+//! `dsv4_piece piece = {0}; piece.size = sizeof piece;`. The header needs C99 or C++11.
 //!
 //! ERRORS
 //!

@@ -140,8 +140,8 @@ pub unsafe extern "C" fn dsv4_session_free(session: *mut dsv4_session) {
 /// may be NULL, and `userdata` may be NULL.
 ///
 /// Errors: `INVALID_ARGUMENT` for an id outside the vocabulary and `CONTEXT_FULL` if the tokens do not all fit (nothing
-/// is fed then); `CANCELLED`, `OUT_OF_MEMORY`, `NUMERIC`, `IO` (the chunks that were complete stay, see
-/// `dsv4_session_info.position`; feed the rest to go on).
+/// is fed then); `CANCELLED`, `NO_BLOCKS`, `OUT_OF_MEMORY`, `NUMERIC`, `IO` (the chunks that were complete stay, see
+/// `dsv4_session_info.position`, and there are no logits if there was one; feed the rest to go on).
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_session_feed(
@@ -321,8 +321,8 @@ pub unsafe extern "C" fn dsv4_session_fork(
 
 /// Goes back to the first `position` tokens, exactly. The last `rollback` tokens of the session's options, fed one at a
 /// time, are taken back without computing; otherwise it starts from the nearest checkpoint below and computes the rest
-/// again. The logits are then those behind token `position - 1`. Generations that were started on the session end with an
-/// error.
+/// again. The logits are then those behind token `position - 1`; at 0 there are none. Generations that were started on the
+/// session end with an error.
 ///
 /// Errors: `INVALID_ARGUMENT` if the session has fewer tokens; `BUSY`; those of `dsv4_session_feed`, after which the
 /// session holds a beginning of the tokens that were wanted.

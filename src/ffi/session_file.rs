@@ -4,6 +4,9 @@
 //! cache format. Files carry checksums and are read with suspicion: whatever is wrong with one is an error that names it,
 //! and nothing changes. While a file is saved, at every moment the file under the path is a complete old save or the
 //! complete new one, also when the process is killed or the power fails.
+//!
+//! The model is known by its fingerprint, which is made of the config, the tensors, and the shards' sizes and modification
+//! times, so that a changed weight is noticed. A copy of a model has the same only if it keeps the times: `cp -a`.
 
 use std::ffi::c_char;
 
@@ -36,7 +39,7 @@ pub struct dsv4_session_file_info {
     pub tokens: u64,
     /// Of these, tokens that restoring computes again.
     pub pending_tokens: u64,
-    /// Blocks of 256 tokens.
+    /// Full blocks of 256 tokens.
     pub blocks: u64,
     /// Saves since the file was made.
     pub saves: u64,
@@ -44,7 +47,7 @@ pub struct dsv4_session_file_info {
     pub file_bytes: u64,
     /// Header and tables.
     pub frame_bytes: u64,
-    /// Blocks.
+    /// Rows and tokens of the full blocks, and rows of the partial block behind them: something even where `blocks` is 0.
     pub block_bytes: u64,
     /// Windows and states.
     pub state_bytes: u64,
@@ -59,8 +62,9 @@ unsafe impl SizedStruct for dsv4_session_file_info {
     const NAME: &'static str = "dsv4_session_file_info";
 }
 
-/// Saves the session to the file at `path`. A file that holds a beginning of this session is added to; anything else is
-/// replaced. The session does not change.
+/// Saves the session to the file at `path`. A file that holds a beginning of this session is added to. A file of another
+/// session or model, a damaged one and an empty one are replaced; what is not dsv4's, or only newer versions can read, is
+/// not. The session does not change.
 ///
 /// Over the life of a session that grows, at most twice its size is written, however often it is saved. To keep that, a
 /// save soon after another may write only the new tokens, which restoring then computes again: never more than about as
@@ -68,8 +72,9 @@ unsafe impl SizedStruct for dsv4_session_file_info {
 /// last save wants; 0 keeps the bound.
 ///
 /// Errors: `IO` and `NOT_FOUND` from the file system (disk full, permissions, no such folder), `INVALID_ARGUMENT` if
-/// something other than a file is at `path`, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`. After any
-/// of them the old file is as it was.
+/// something other than a file, or a file that is not dsv4's, is at `path`, `UNSUPPORTED` if a file of a newer version or of
+/// the other byte order is, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`. After any of them the old
+/// file is as it was.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_session_save(

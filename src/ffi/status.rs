@@ -54,8 +54,8 @@ pub enum dsv4_status {
     Panic = 17,
     /// The caller's buffer is too small; the required length has been written. Call again with more room.
     BufferTooSmall = 18,
-    /// The engine's cache limit is reached by pages in use; the message has the counts. The session is unchanged, and
-    /// freeing any session lets it go on.
+    /// The engine's cache limit is reached by pages in use; the message has the counts. As after `CANCELLED`, the chunks
+    /// of a feed that were complete stay in the session; free or clear any session and feed the rest to go on.
     NoBlocks = 19,
     /// A session file was written with another model, numerics or cache format than the engine's.
     Mismatch = 20,

@@ -1,7 +1,7 @@
 //! `config.json`: the one source of a model's dimensions.
 //!
 //! Invariant: a [`Config`] that was read has dimensions that fit each other and the number formats, small enough that no
-//! product of them overflows 64 bits. Every key of model.md section 1 that the arithmetic depends on is required, except
+//! product of them overflows 64 bits. Every key of the official files that the arithmetic depends on is required, except
 //! `expert_dtype`; keys that this library does not know are ignored and logged.
 
 #![forbid(unsafe_code)]
@@ -83,10 +83,7 @@ pub enum Draft {
 
 /// The model's dimensions and constants, validated. Field names are the keys of `config.json`.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(
-    missing_docs,
-    reason = "each field is the config.json key of the same name; model.md section 1 describes them"
-)]
+#[expect(missing_docs, reason = "each field is the config.json key of the same name")]
 pub struct Config {
     pub hidden_size: usize,
     pub vocab_size: usize,
@@ -441,7 +438,7 @@ fn read_yarn(fields: &Fields<'_>) -> Result<Yarn> {
     Ok(yarn)
 }
 
-/// `expert_dtype` is the one key that an official upload lacked (model.md section 1); the tensors tell then.
+/// `expert_dtype` is the one key that an official upload lacked; the tensors tell then.
 fn read_expert_dtype(fields: &Fields<'_>) -> Result<Option<ExpertDtype>> {
     let key = "expert_dtype";
     match fields.optional_text(key)? {

@@ -78,7 +78,7 @@ impl Model {
 
     /// Identity of the checkpoint as far as it can be had without reading weights: config, tensor names, types and
     /// shapes, and the shards' sizes and times of modification. Caches and session files of one model are refused by
-    /// another.
+    /// another, and so by a copy whose shards have other times: copy a model with its times (`cp -a`).
     pub fn fingerprint(&self) -> u128 {
         *self.fingerprint.get_or_init(|| fingerprint(&self.config, &self.checkpoint))
     }

@@ -1,4 +1,4 @@
-//! The four numerics modes and the rounding points each of them has (design.md section 2, model.md section 4).
+//! The four numerics modes and the rounding points each of them has (ARCHITECTURE.md, "Numerics").
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,7 +1,8 @@
 //! The typed weights of a model: which tensor is which matrix or vector, checked against the configuration.
 //!
 //! Invariant: every handle of a [`Weights`] has the dtype and shape that the configuration asks for, and every quantised
-//! matrix has its scales. Resolving touches no page of the weights. Names and shapes: model.md section 2.
+//! matrix has its scales. Resolving touches no page of the weights. Names and shapes are the
+//! checkpoint's.
 //!
 //! Arithmetic on the weights is not here; a [`Matrix`] only lends a [`MatrixRef`].
 
@@ -231,7 +232,7 @@ impl HashTable {
     }
 }
 
-/// All weights of a model. Field names are those of model.md section 2.
+/// All weights of a model. Field names are those of the checkpoint's tensors.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "each field is the checkpoint tensor of the same name")]
 pub struct Weights {

@@ -34,8 +34,25 @@ impl CancelToken {
     /// `Cancelled` if asked for, and then no longer.
     pub(super) fn check(&self) -> Result<()> {
         if self.flag.load(Ordering::Relaxed) && self.flag.swap(false, Ordering::Relaxed) {
-            bail!(Cancelled, "cancelled; tokens of earlier chunks stay in the session");
+            bail!(Cancelled, "cancelled; the tokens that were complete stay in the session");
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cancel_is_used_up_and_its_message_fits_a_prompt_and_a_generation() {
+        let token = CancelToken::new();
+        token.cancel();
+        let error = token.check().unwrap_err();
+        assert_eq!(error.message(), "cancelled; the tokens that were complete stay in the session");
+        token.check().unwrap();
+        token.cancel();
+        token.reset();
+        token.check().unwrap();
     }
 }

@@ -43,14 +43,29 @@ pub enum Finish {
 pub struct Piece {
     /// The token. A stop token is reported too.
     pub token: TokenId,
-    /// Complete UTF-8 that may be shown now; empty while a code point or a stop string is incomplete.
+    /// Complete UTF-8 that may be shown now; empty while a code point or a stop string is incomplete. Control tokens come
+    /// spelled out, as `<think>` does: [`chat::Parser`](crate::chat::Parser) tells them from text.
     pub text: String,
 }
 
 /// A running generation; iterate over it. Dropping it ends it, and the session can go on.
 ///
 /// A token is sampled, handed out, and fed to the session when the next one is asked for. So the session holds all
-/// tokens but the last one that was handed out.
+/// tokens but the last one that was handed out, whose logits nobody has needed yet. To go on from the text, feed it:
+///
+/// ```no_run
+/// # use dsv4::{GenerateOptions, Sampler, Session};
+/// # fn f(session: &mut Session, sampler: &mut Sampler) -> dsv4::Result<()> {
+/// let mut last = None;
+/// for piece in session.generate(sampler, GenerateOptions { max_tokens: Some(100), ..Default::default() })? {
+///     last = Some(piece?.token);
+/// }
+/// if let Some(token) = last {
+///     session.feed(&[token])?;
+/// }
+/// # Ok(())
+/// # }
+/// ```
 pub struct Generation<'a> {
     session: &'a mut Session,
     sampler: &'a mut Sampler,

@@ -121,9 +121,10 @@ impl Session {
     /// Appends `tokens` and computes the logits behind the last one. No tokens is no work and no error.
     ///
     /// # Errors
-    /// `InvalidArgument` for an id outside the vocabulary, `ContextFull` if they do not all fit (then nothing is fed),
-    /// `Cancelled` (what was fed so far stays, see [`Session::position`]), `OutOfMemory`, `Numeric`, `Io`. After any
-    /// error the session is consistent and can go on.
+    /// `InvalidArgument` for an id outside the vocabulary and `ContextFull` if they do not all fit (then nothing is fed);
+    /// `Cancelled`, `NoBlocks`, `OutOfMemory`, `Numeric`, `Io`: the chunks that were complete stay, see
+    /// [`Session::position`], and there are no logits if there was one. After any error the session is consistent and can
+    /// go on: feed the rest.
     pub fn feed(&mut self, tokens: &[TokenId]) -> Result<()> {
         self.feed_with(tokens, &mut |_| ControlFlow::Continue(()))
     }
@@ -358,7 +359,8 @@ impl Session {
 
     /// Goes back to the first `position` tokens, exactly. The last [`SessionOptions::rollback`] tokens, fed one at a time,
     /// are taken back without computing; otherwise it starts from the nearest checkpoint at or below and computes the rest
-    /// again from the session's own tokens. Afterwards the logits are those behind token `position - 1`.
+    /// again from the session's own tokens. Afterwards the logits are those behind token `position - 1`; at 0 there are
+    /// none.
     ///
     /// # Errors
     /// `InvalidArgument` if the session is shorter; those of [`Session::feed`], after which the session holds a prefix

@@ -134,7 +134,7 @@ pub fn round_e4m3(x: f32) -> f32 {
 }
 
 /// Quantises `x` to E4M3 with one power-of-two scale per `block` values and writes the dequantised values back
-/// (model.md section 4, `act_quant`). `x.len()` is a multiple of `block`. A block that holds a NaN becomes NaN.
+/// (reference `act_quant`). `x.len()` is a multiple of `block`. A block that holds a NaN becomes NaN.
 pub fn e4m3_round_trip(x: &mut [f32], block: usize) {
     for values in x.chunks_mut(block) {
         let max = amax(values);
@@ -151,7 +151,7 @@ pub fn e4m3_round_trip(x: &mut [f32], block: usize) {
 }
 
 /// Quantises `x` to E2M1 with one power-of-two scale per 32 values and writes the dequantised values back
-/// (model.md section 4, `fp4_act_quant`). `x.len()` is a multiple of 32.
+/// (reference `fp4_act_quant`). `x.len()` is a multiple of 32.
 pub fn e2m1_round_trip(x: &mut [f32]) {
     for values in x.chunks_mut(32) {
         let scale = e2m1_scale(amax(values));

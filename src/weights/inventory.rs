@@ -7,7 +7,7 @@ use std::fmt;
 use super::Checkpoint;
 use crate::tensor::DType;
 
-/// What a tensor is for, by its name (model.md section 2).
+/// What a tensor is for, by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Category {
     /// `embed`.

@@ -1,6 +1,6 @@
 //! A complete checkpoint of about one megabyte in the official format, easy to spoil.
 //!
-//! The list of tensors is written out here from model.md section 2, not taken from the library.
+//! The list of tensors is written out here from the official checkpoints, not taken from the library.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Sparse attention over the window and the chosen compressed entries, with a sink per head (model.md section 3.3).
+//! Sparse attention over the window and the chosen compressed entries, with a sink per head (reference
+//! `inference/kernel.py`).
 //!
 //! Keys are values: one row serves as both, for all heads. Rows are read from the cache's pages tile by tile. The slots
 //! of a query are its window (oldest first, padded to the window size) and then its compressed entries; tiles are 64

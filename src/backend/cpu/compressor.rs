@@ -1,4 +1,4 @@
-//! Pooling of token rows into compressed entries (model.md section 3.4).
+//! Pooling of token rows into compressed entries (reference `inference/model.py`).
 //!
 //! A token gives a value row `u` and a gate row `g` (its `ape` row already added). Entries are softmax-weighted sums
 //! over a group of tokens, channel by channel. Tokens are taken one at a time in order of position, so the result does

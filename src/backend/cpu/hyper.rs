@@ -1,5 +1,5 @@
 //! Manifold-constrained hyper-connections: mixing of the residual streams before and after each sub-layer
-//! (model.md section 3.1). All arithmetic is float32; results that the official code stores as bf16 are rounded.
+//! (reference `inference/model.py`). All arithmetic is float32; results that the official code stores as bf16 are rounded.
 #![forbid(unsafe_code)]
 
 use crate::tensor::format::round_bf16;

@@ -1,4 +1,5 @@
-//! The lightning indexer: which compressed entries a query attends to (model.md section 3.5).
+//! The lightning indexer: which compressed entries a query attends to (reference
+//! `inference/model.py`).
 #![forbid(unsafe_code)]
 
 use std::cmp::Ordering;

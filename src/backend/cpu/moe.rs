@@ -1,4 +1,4 @@
-//! Router and expert activation (model.md section 3.6).
+//! Router and expert activation (reference `inference/model.py`).
 #![forbid(unsafe_code)]
 
 use std::cmp::Ordering;

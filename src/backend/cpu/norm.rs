@@ -34,7 +34,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, bf16: bool, out: &mut [f32]
 }
 
 /// Weightless norm of one query head, in place. With `bf16` the square, the mean, the sum with eps, the reciprocal
-/// root and the product are each rounded to bf16, as the official code does (model.md section 3.3).
+/// root and the product are each rounded to bf16, as the official code does.
 pub fn head_norm(q: &mut [f32], eps: f32, bf16: bool) {
     if !bf16 {
         let scale = inverse_rms(q, eps);

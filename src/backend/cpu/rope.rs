@@ -1,4 +1,4 @@
-//! Rotary position embedding on interleaved pairs (model.md section 3.2).
+//! Rotary position embedding on interleaved pairs (reference `inference/model.py`).
 #![forbid(unsafe_code)]
 
 use crate::alloc;

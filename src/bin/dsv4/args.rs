@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,6 +19,7 @@ use serde_json::Value;
 
 use crate::failure::{Failure, Result};
 use crate::number::{between, whole};
+use crate::output::note;
 
 /// Bounds of `--chunk`, the engine's own.
 const CHUNKS: [u64; 2] = [1, EngineOptions::MAX_PREFILL_CHUNK as u64];
@@ -35,7 +38,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "FORMAT")]
     kv: Option<KvFormat>,
 
-    /// Where to run: cpu, or cuda:N
+    /// Where to run: cpu (GPUs are listed, running on them comes later)
     #[arg(long, default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
 
@@ -56,8 +59,8 @@ pub(crate) struct EngineArgs {
 #[derive(Args)]
 #[command(next_help_heading = "Cache")]
 struct CacheArgs {
-    /// Most memory for the cache, sessions and reusable prompt beginnings together, such as 8G or 500M; 0 is a quarter of
-    /// the machine's
+    /// Most memory for the cache, sessions and reusable prompt beginnings together, such as 8G or 500M (powers of 1024, as
+    /// 8GiB; 8GB is 8000000000); 0 is a quarter of the machine's
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
     cache_bytes: u64,
 
@@ -87,24 +90,25 @@ struct CacheArgs {
     disk_tier: Option<PathBuf>,
 
     /// Most bytes of files in that folder; 0 is no limit
-    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size, requires = "disk_tier")]
     disk_tier_bytes: u64,
 
     /// Most bytes written to the folder per second; 0 is no limit
-    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size, requires = "disk_tier")]
     disk_write_rate: u64,
 
     /// Most bytes written to the folder in all; 0 is no limit
-    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size, requires = "disk_tier")]
     disk_write_total: u64,
 
     /// Reading ahead from the folder: off, next (--prefetch-depth blocks) or aggressive (16 times as many, at once)
-    #[arg(long, value_name = "MODE", default_value = "next", value_parser = prefetch)]
+    #[arg(long, value_name = "MODE", default_value = "next", value_parser = prefetch, requires = "disk_tier")]
     prefetch: Prefetch,
 
     /// Blocks that are read ahead
     #[arg(long, value_name = "N", default_value_t = TierOptions::default().prefetch_depth as u64,
-          value_parser = clap::value_parser!(u64).range(1..=EngineOptions::MAX_PREFETCH_DEPTH as u64))]
+          value_parser = clap::value_parser!(u64).range(1..=EngineOptions::MAX_PREFETCH_DEPTH as u64),
+          requires = "disk_tier")]
     prefetch_depth: u64,
 
     /// Most milliseconds that a prompt waits for the tiers before it computes instead
@@ -136,17 +140,27 @@ fn prefetch(text: &str) -> Result<Prefetch, String> {
     }
 }
 
-/// A number of bytes: plain, or with K, M, G or T (powers of 1024).
+/// A number of bytes: plain, or with a unit: K, M, G and T or KiB to TiB are powers of 1024, kB to TB powers of 1000.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
-    let (digits, shift) = match text.char_indices().last() {
-        Some((at, 'K' | 'k')) => (&text[..at], 10),
-        Some((at, 'M' | 'm')) => (&text[..at], 20),
-        Some((at, 'G' | 'g')) => (&text[..at], 30),
-        Some((at, 'T' | 't')) => (&text[..at], 40),
-        _ => (text, 0),
+    let fault = || "not a size; examples: 500000000, 500M, 8G, 8GiB (8G), 8GB (8000000000)".to_owned();
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let number: u64 = digits.parse().map_err(|_| fault())?;
+    let unit = text[digits.len()..].to_ascii_lowercase();
+    let (letter, base) = match unit.strip_suffix("ib") {
+        Some(letter) => (letter, 1024_u64),
+        None => {
+            unit.strip_suffix('b').filter(|letter| !letter.is_empty()).map_or((&*unit, 1024), |letter| (letter, 1000))
+        }
     };
-    let number: u64 = digits.parse().map_err(|_| "not a size; examples: 500000000, 500M, 8G".to_owned())?;
-    number.checked_mul(1 << shift).ok_or_else(|| "larger than 64 bits can hold".to_owned())
+    let power = match letter {
+        "" if unit.is_empty() => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return Err(fault()),
+    };
+    number.checked_mul(base.pow(power)).ok_or_else(|| "larger than 64 bits can hold".to_owned())
 }
 
 fn policy(text: &str) -> Result<CheckpointPolicy, String> {
@@ -204,12 +218,45 @@ impl ContextArgs {
 /// A file to go on from and to save to.
 #[derive(Args)]
 pub(crate) struct SessionArgs {
-    /// Go on behind what this session file holds, if it exists, and save to it at the end
+    /// Go on behind what this session file holds, if it exists, and save to it at the end. Ctrl-C saves too: while the
+    /// prompt is read, its complete chunks
     #[arg(long, value_name = "FILE", help_heading = "Cache")]
     session: Option<PathBuf>,
 }
 
 impl SessionArgs {
+    /// Refuses a file that could not be saved to, before the work begins.
+    pub(crate) fn check(&self) -> Result {
+        let Some(file) = &self.session else { return Ok(()) };
+        let fault = |e| Error::io(file, &e);
+        let refuse =
+            |why: &str| Err(Error::new(ErrorKind::InvalidArgument, format!("{}: {why}", file.display())).into());
+        if file.exists() {
+            if !file.is_file() {
+                return refuse("not a regular file");
+            }
+            return Ok(OpenOptions::new().append(true).open(file).map(drop).map_err(fault)?);
+        }
+        let Some(name) = file.file_name() else { return refuse("not a file name") };
+        // a name as long as that of a save under way, which a later save removes if this process is killed here
+        let mut probe = OsString::from(".");
+        probe.push(name);
+        probe.push(format!(".dsv4-{}-probe.tmp", std::process::id()));
+        let probe = file.with_file_name(probe);
+        File::create_new(&probe).map_err(fault)?;
+        Ok(fs::remove_file(&probe).map_err(fault)?)
+    }
+
+    /// Saves what a prompt of `total` tokens behind the first `known` of the session left when it was interrupted.
+    pub(crate) fn save_interrupted(&self, session: &Session, known: usize, total: usize) -> Result {
+        if let (Some(file), true) = (&self.session, session.position() > known) {
+            self.save(session)?;
+            let fed = session.position() - known;
+            note(format_args!("(interrupted: {fed} of the prompt's {total} tokens are in {})", file.display()));
+        }
+        Ok(())
+    }
+
     /// The session in the file, or an empty one.
     pub(crate) fn open(&self, engine: &Arc<Engine>, context: &ContextArgs) -> Result<Session> {
         match self.session.as_deref().filter(|file| file.exists()) {
@@ -348,5 +395,28 @@ impl Defaults {
         };
         options.validate()?;
         Ok(defaults)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units_of_1024_or_where_they_end_with_a_plain_b_of_1000() {
+        for (text, bytes) in
+            [("0", 0), ("500000000", 500_000_000), ("3k", 3 << 10), ("500M", 500 << 20), ("8G", 8 << 30)]
+        {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for (text, bytes) in
+            [("8GiB", 8 << 30), ("8gib", 8 << 30), ("8GB", 8_000_000_000), ("2kB", 2000), ("1T", 1 << 40)]
+        {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "G", "GB", "8B", "8iB", "8GG", "8 G", "8.5G", "-1", "8Gi", "8Q", "8QB"] {
+            assert!(size(text).unwrap_err().contains("not a size"), "{text}");
+        }
+        assert_eq!(size("16777216TiB").unwrap_err(), "larger than 64 bits can hold");
     }
 }

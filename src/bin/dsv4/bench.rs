@@ -20,12 +20,14 @@ mod bandwidth;
 use bandwidth::Bandwidth;
 
 const EXAMPLES: &str = "\
-Prefill: that many tokens fed at once behind a context of the given length. Decode: tokens fed one by one behind it,
-one repetition after the other. Tokens come from a seeded generator, so no tokenizer is needed. One unmeasured round
+Prefill: that many tokens fed at once behind a context of the given length.
+Decode: tokens fed one by one behind it, one repetition after the other. Tokens
+come from a seeded generator, so no tokenizer is needed. One unmeasured round
 comes first. Speeds are tokens/s: median, slowest and fastest repetition.
 
---bandwidth compares decoding with a plain multi-threaded sum over the same mapped bytes that one token reads (dense
-weights and its experts), taken in turns with it: the share of the memory bandwidth that decoding reaches.
+--bandwidth compares decoding with a plain multi-threaded sum over the same
+mapped bytes that one token reads (dense weights and its experts), taken in turns
+with it: the share of the memory bandwidth that decoding reaches.
 
 Examples:
   dsv4 bench examples/models/tiny-v4 --prefill 512 --decode 32 --context 0,1024,4096

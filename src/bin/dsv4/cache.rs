@@ -1,28 +1,33 @@
-//! `dsv4 cache`: what session files hold, and whether they are whole.
+//! `dsv4 cache`: what session files and files of a disk tier hold, and whether they are whole.
 
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
 
-use dsv4::{SessionFile, SessionFileInfo};
+use dsv4::cache::tier::TierFileInfo;
+use dsv4::{Error, ErrorKind, SessionFile, SessionFileInfo};
 use serde_json::{Value, json};
 
 use crate::failure::{Failure, Result, one_line};
 use crate::output;
 
 const EXAMPLES: &str = "\
-Needs no model. Without --verify only headers and tables are read, and every place and length in them is checked; with it
-every byte is compared with its checksum. A file that cannot be used is a line on standard output, and the exit code is 1.
+Needs no model. Without --verify only headers and tables are read, and every place
+and length in them is checked; with it every byte is compared with its checksum.
+A file that cannot be used is a line on standard output, and the exit code is 1.
+In the JSON, bytes.blocks counts the partial block too: it is something even where
+blocks is 0.
 
 Examples:
   dsv4 cache talk.session
-  dsv4 cache --verify --json sessions/*";
+  dsv4 cache --verify --json sessions/*
+  dsv4 cache --verify ~/.cache/dsv4/*";
 
-/// Look into session files and check them
+/// Look into session files and files of a disk tier, and check them
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Session files
+    /// Session files, or files of a disk tier
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
 
@@ -39,12 +44,12 @@ pub(crate) fn run(args: &Args) -> Result {
     let mut reports = Vec::new();
     let mut found = false;
     for file in &args.files {
-        let info = if args.verify { SessionFile::verify(file) } else { SessionFile::inspect(file) };
-        found |= info.is_err();
-        match (info, args.json) {
-            (Ok(info), true) => reports.push(report(file, &info, args.verify)),
+        let described = describe(file, args);
+        found |= described.is_err();
+        match (described, args.json) {
+            (Ok((report, _)), true) => reports.push(report),
             (Err(e), true) => reports.push(json!({ "file": file.display().to_string(), "error": e.message() })),
-            (Ok(info), false) => output::line(text(file, &info, args.verify))?,
+            (Ok((_, text)), false) => output::line(text)?,
             (Err(e), false) => output::line(one_line(e.message()))?,
         }
     }
@@ -52,6 +57,49 @@ pub(crate) fn run(args: &Args) -> Result {
         output::json(&Value::Array(reports))?;
     }
     if found { Err(Failure::Findings) } else { Ok(()) }
+}
+
+/// What is to be said about `file`, for programs and for people.
+fn describe(file: &Path, args: &Args) -> Result<(Value, String), Error> {
+    let session = if args.verify { SessionFile::verify(file) } else { SessionFile::inspect(file) };
+    match session {
+        Ok(info) => Ok((report(file, &info, args.verify), text(file, &info, args.verify))),
+        Err(e) if e.kind() == ErrorKind::Mismatch => {
+            let info = TierFileInfo::read(file, args.verify)?;
+            Ok((tier_report(file, &info, args.verify), tier_text(file, &info, args.verify)))
+        }
+        Err(e) => Err(e),
+    }
+}
+
+fn tier_report(file: &Path, info: &TierFileInfo, is_verified: bool) -> Value {
+    json!({
+        "file": file.display().to_string(),
+        "verified": is_verified,
+        "tier": info.kind,
+        "key": format!("{:032x}", info.key),
+        "fingerprint": format!("{:032x}", info.identity.fingerprint),
+        "numerics": info.identity.numerics,
+        "kv_format": info.identity.layout.format.name(),
+        "tokens": info.tokens,
+        "bytes": { "file": info.file_bytes },
+    })
+}
+
+fn tier_text(file: &Path, info: &TierFileInfo, is_verified: bool) -> String {
+    format!(
+        "{}: a {} of a disk tier{}\n  tokens   {}\n  key      {:032x}\n  model    {:032x}\n  numerics {}, {} cache\n  \
+         bytes    {}",
+        one_line(&file.display().to_string()),
+        info.kind,
+        if is_verified { ", ok, every checksum agrees" } else { "" },
+        info.tokens,
+        info.key,
+        info.identity.fingerprint,
+        one_line(&info.identity.numerics),
+        info.identity.layout.format,
+        output::size(info.file_bytes),
+    )
 }
 
 fn report(file: &Path, info: &SessionFileInfo, is_verified: bool) -> Value {

@@ -17,16 +17,17 @@ use crate::output;
 use crate::run::feed;
 
 const EXAMPLES: &str = "\
-Each line of standard input is a message; the answer streams to standard output. Reasoning is dimmed on a terminal and
-stands between <think> and </think> elsewhere. Calls of tools are shown as [call name {arguments}] and not carried out.
-Ctrl-C ends an answer. Lines with a meaning:
+Each line of standard input is a message; the answer streams to standard output.
+Reasoning is dimmed on a terminal and stands between <think> and </think>
+elsewhere. Calls of tools are shown as [call name {arguments}] and not carried
+out. Ctrl-C ends an answer. Lines with a meaning:
   /reset    forget the conversation
   /quit     end (so does the end of the input)
   //text    a message that begins with a slash
 
 Examples:
   dsv4 chat ~/models/DeepSeek-V4-Flash --thinking --effort max
-  printf 'My name is Ann.\\nWhat is my name?\\n' | dsv4 chat MODEL --system 'Be brief.' --greedy";
+  printf 'I am Ann.\\nWho am I?\\n' | dsv4 chat MODEL --system 'Be brief.' --greedy";
 
 /// Talk with a model
 #[derive(clap::Args)]

@@ -18,9 +18,11 @@ use crate::output::line;
 use crate::{output, progress};
 
 const EXAMPLES: &str = "\
-Perplexity: the begin-of-sentence token and the text as one sequence, mean of -log p(next token), no windowing.
-Recall: greedy decoding of an answer that stands earlier in the prompt; all its tokens must come. Cases come from a
-file, a JSON list of {\"distance\", \"prompt\": [ids], \"answer\": [ids]}, or are planted into a filler text.
+Perplexity: the begin-of-sentence token and the text as one sequence, mean of
+the negative logarithm of p(next token), no windowing.
+Recall: greedy decoding of an answer that stands earlier in the prompt; all its
+tokens must come. Cases come from a file, a JSON list of
+{\"distance\", \"prompt\": [ids], \"answer\": [ids]}, or are planted into a filler text.
 
 Examples:
   dsv4 eval examples/models/tiny-v4 --text examples/models/tiny-v4/eval.txt --numerics exact

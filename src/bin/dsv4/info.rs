@@ -17,7 +17,8 @@ use crate::number::whole;
 use crate::output::{self, line, size};
 
 const EXAMPLES: &str = "\
-Reads the config and the headers of the shards, no weights. Given a bare config.json it tells what that file says.
+Reads the config and the headers of the shards, no weights. Given a bare
+config.json it tells what that file says.
 
 Examples:
   dsv4 info examples/models/tiny-v4

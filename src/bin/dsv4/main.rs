@@ -39,7 +39,8 @@ struct Cli {
 }
 
 const EXAMPLES: &str = "\
-MODEL is a checkpoint folder as released: config.json, *.safetensors, tokenizer.json.
+MODEL is a checkpoint folder as released: config.json, *.safetensors,
+tokenizer.json.
 
 Examples:
   dsv4 run examples/models/tiny-v4 --prompt \"Once upon a time\"
@@ -47,7 +48,8 @@ Examples:
   dsv4 info ~/models/DeepSeek-V4-Flash --context 131072
   dsv4 verify ~/models/DeepSeek-V4-Flash --scan
 
-`dsv4 COMMAND --help` explains each command. Exit codes: 0 done, 1 failed, 2 wrong usage.";
+`dsv4 COMMAND --help` explains each command.
+Exit codes: 0 done, 1 failed, 2 wrong usage.";
 
 #[derive(Subcommand)]
 enum Command {

@@ -14,14 +14,16 @@ use crate::number::whole;
 use crate::{output, progress};
 
 const EXAMPLES: &str = "\
-The text goes to standard output as it comes; progress, speed and errors go to standard error.
+The text goes to standard output as it comes; progress, speed and errors go to
+standard error.
 
 Examples:
   dsv4 run examples/models/tiny-v4 --prompt \"Once upon a time\"
   dsv4 run MODEL --prompt-file chapter.txt --max-tokens 500 --stats > next.txt
-  dsv4 run MODEL --session tale.session --prompt \"Once upon a time\"; dsv4 run MODEL --session tale.session --prompt \" Then\"
+  dsv4 run MODEL --session tale.session --prompt \"Once upon a time\"
+  dsv4 run MODEL --session tale.session --prompt \" Then\"
   echo -n \"2 + 2 =\" | dsv4 run MODEL --prompt-file - --greedy --stop $'\\n'
-  dsv4 run MODEL --no-bos --markup --prompt '<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜></think>'";
+  dsv4 run MODEL --markup --prompt '<｜User｜>Hi<｜Assistant｜></think>'";
 
 /// Continue a text
 #[derive(clap::Args)]
@@ -53,7 +55,7 @@ pub(crate) struct Args {
     #[arg(long)]
     no_echo: bool,
 
-    /// Report tokens, speed and memory at the end
+    /// Report tokens, those of the prompt that were reused, speed and memory at the end
     #[arg(long)]
     stats: bool,
 
@@ -120,6 +122,7 @@ impl PromptArgs {
 
 pub(crate) fn run(args: Args) -> Result {
     let text = args.prompt.text()?;
+    args.session.check()?;
     let sampling = args.sampling.options(&args.model)?;
     let engine = args.engine.open(&args.model)?;
     let mut session = args.session.open(&engine, &args.context)?;
@@ -130,9 +133,13 @@ pub(crate) fn run(args: Args) -> Result {
         sampler.accept(id)?;
     }
     let interrupt = Interrupt::arm();
-    let start = Instant::now();
-    feed(&mut session, &prompt, &interrupt)?;
-    let prefill = start.elapsed();
+    let (start, known, reused) = (Instant::now(), session.position(), session.reused_tokens());
+    let fed = feed(&mut session, &prompt, &interrupt);
+    if matches!(fed, Err(Failure::Interrupted)) {
+        args.session.save_interrupted(&session, known, prompt.len())?;
+    }
+    fed?;
+    let (prefill, reused) = (start.elapsed(), (session.reused_tokens() - reused) as usize);
 
     if args.echo || (!args.no_echo && output::is_terminal()) {
         output::piece(&if output::is_terminal() { output::dimmed(&text) } else { text })?;
@@ -160,7 +167,8 @@ pub(crate) fn run(args: Args) -> Result {
         output::note(format_args!("(the context of {} tokens is full)", session.context()));
     }
     if args.stats {
-        Stats { prompt: prompt.len(), prefill, tokens, decode: start.elapsed(), finish }.report(&engine, &session);
+        Stats { prompt: prompt.len(), reused, prefill, tokens, decode: start.elapsed(), finish }
+            .report(&engine, &session);
     }
     // what the session used can go to the disk tier, if there is one
     drop(session);
@@ -215,6 +223,8 @@ fn stream(generation: &mut Generation<'_>, interrupt: &Interrupt) -> Result<Opti
 /// What `--stats` reports.
 struct Stats {
     prompt: usize,
+    /// Tokens of the prompt that the cache had.
+    reused: usize,
     prefill: Duration,
     tokens: u64,
     decode: Duration,
@@ -234,10 +244,11 @@ impl Stats {
         };
         let break_line = if std::io::stderr().is_terminal() { "\n" } else { "" };
         output::note(format_args!(
-            "{break_line}prompt: {} tokens, {} tokens/s\noutput: {} tokens, {} tokens/s, ended by {end}\ncache: {} for {} \
+            "{break_line}prompt: {} tokens, {} of them reused, {} tokens/s computed\noutput: {} tokens, {} tokens/s, ended by {end}\ncache: {} for {} \
              tokens\nengine: {}, {} threads, {}, {} cache",
             self.prompt,
-            per_second(self.prompt as f64, self.prefill),
+            self.reused,
+            per_second((self.prompt - self.reused) as f64, self.prefill),
             self.tokens,
             per_second(self.tokens as f64, self.decode),
             output::size(cache.window + cache.state + cache.pages),

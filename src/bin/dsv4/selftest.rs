@@ -10,8 +10,9 @@ use crate::failure::{Failure, Result};
 use crate::output::{self, note};
 
 const EXAMPLES: &str = "\
-Runs every GPU operation against the CPU's on random data: one line each on standard output, then a summary. Attach the
-output to a bug report. The exit code is 1 if anything fails.
+Runs every GPU operation against the CPU's on random data: one line each on
+standard output, then a summary. Attach the output to a bug report. The exit code
+is 1 if anything fails.
 
 Example:
   dsv4 selftest --device cuda:0";

@@ -14,12 +14,13 @@ use crate::outfile::OutFile;
 use crate::output;
 
 const EXAMPLES: &str = "\
-IDS.json is a list of token ids, such as [0, 1667, 12]; nothing is put in front of them. The file gets, all F32,
+IDS.json is a list of token ids, such as [0, 1667, 12]; nothing is put in front of
+them. The file gets, all F32,
   logits              [n, vocab_size]                 of every position
   layers.L.streams    [n, hc_mult, hidden_size]       behind layer L, one for each layer
 
 Example:
-  dsv4 trace examples/models/tiny-v4 --tokens ids.json --numerics exact --out trace.safetensors";
+  dsv4 trace examples/models/tiny-v4 --tokens ids.json --out trace.safetensors";
 
 /// Write the streams behind each layer and the logits of all positions to a file
 #[derive(clap::Args)]

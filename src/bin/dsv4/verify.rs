@@ -16,12 +16,15 @@ use crate::failure::{Failure, Result, one_line};
 use crate::{output, progress};
 
 const EXAMPLES: &str = "\
-Checks config.json, that every shard of the index is there with the size its header declares, that every tensor is in
-the shard the index says and in no other, that all tensors of the architecture are there with their shapes, dtypes and
-scales, that the tables of experts name experts, that the tokenizer loads and fits the model, and that
-generation_config.json says something possible. --scan also reads every byte, which takes as long as the disk does.
+Checks config.json, that every shard of the index is there with the size its
+header declares, that every tensor is in the shard the index says and in no other,
+that all tensors of the architecture are there with their shapes, dtypes and
+scales, that the tables of experts name experts, that the tokenizer loads and fits
+the model, and that generation_config.json says something possible. With --scan it
+also reads every byte, which takes as long as the disk does.
 
-Each finding is a line on standard output; the exit code is 1 if there is any, else 0.
+Each finding is a line on standard output; the exit code is 1 if there is any,
+else 0.
 
 Example:
   dsv4 verify ~/models/DeepSeek-V4-Flash --scan";

@@ -34,6 +34,11 @@ pub(super) const ENTRY_BYTES: usize = 32;
 /// Kind of an entry that stands for all entries of another table, which holds none of this kind.
 pub(super) const FOLDED: u32 = 0;
 
+/// Whether a file that begins with `start` is one of dsv4, whole or not.
+pub(super) fn is_ours(start: &[u8]) -> bool {
+    start.starts_with(&MAGIC)
+}
+
 /// What a file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
@@ -82,7 +87,9 @@ impl Identity {
             let (theirs, ours) = (self.fingerprint, engine.fingerprint);
             bail!(
                 Mismatch,
-                "{path}: written with another model: its fingerprint is {theirs:032x}, this one's {ours:032x}"
+                "{path}: written with another model: its fingerprint is {theirs:032x}, this one's {ours:032x}; a \
+                 fingerprint is made of the config, the tensors, and the shards' sizes and modification times; copy a \
+                 model with its times (cp -a) to keep its sessions"
             );
         }
         if self.numerics != engine.numerics {

@@ -25,4 +25,4 @@ mod write;
 
 pub use format::{Content, Header, Identity, Section, VERSION};
 pub use read::{Container, SectionReader};
-pub use write::{SectionWriter, Writer, resolve, sweep_all};
+pub use write::{SectionWriter, Writer, check_replaceable, resolve, sweep_all};

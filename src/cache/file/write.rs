@@ -5,7 +5,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use crate::alloc;
 use crate::error::{Error, ErrorKind, Result, bail};
 
-use super::format::{ENTRY_BYTES, FOLDED, Header, PAGE, ROOT_BYTES, Root, Section};
+use super::format::{ENTRY_BYTES, FOLDED, Header, PAGE, ROOT_BYTES, Root, Section, is_ours};
 use super::read::Container;
 
 /// Bytes that are collected before they are written.
@@ -63,6 +63,19 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
         bail!(InvalidArgument, "{}: cannot save here: it is {what}", path.display());
     }
     Ok(path)
+}
+
+/// Refuses to replace the file at `path` unless it is one of dsv4, however damaged, or empty.
+///
+/// # Errors
+/// `InvalidArgument` for somebody else's file, `Io`.
+pub fn check_replaceable(path: &Path) -> Result<()> {
+    let mut start = Vec::with_capacity(8);
+    File::open(path).and_then(|file| file.take(8).read_to_end(&mut start)).map_err(|e| Error::io(path, &e))?;
+    if start.is_empty() || is_ours(&start) {
+        return Ok(());
+    }
+    bail!(InvalidArgument, "{}: is not a session file of dsv4 and will not be replaced", path.display())
 }
 
 impl Writer {

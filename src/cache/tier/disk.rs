@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use crate::alloc;
-use crate::cache::file::{Container, Content, Header, Identity, Writer, sweep_all};
+use crate::cache::file::{Container, Content, Header, Identity, Section, Writer, sweep_all};
 use crate::cache::prefix::PrefixKey;
 use crate::cache::sequence::BLOCK_TOKENS;
 use crate::error::{Error, ErrorKind, Result};
@@ -106,12 +106,7 @@ impl Disk {
         let container = Container::open(path, content(key.kind))?;
         container.header().identity.check(&self.identity, path)?;
         container.check_kinds(&[LINK, CONTENT, LOGITS])?;
-        let part = |kind| container.find(kind)?.ok_or_else(|| container.corrupt("a part is missing"));
-        let mut link = container.section(part(LINK)?)?;
-        let (low, high, position) = (link.u64()?, link.u64()?, link.u64()?);
-        let tokens = link.words("offloaded block", BLOCK_TOKENS)?;
-        link.finish()?;
-        let parent = PrefixKey::from_number(u128::from(low) | u128::from(high) << 64);
+        let Link { parent, position, tokens } = read_link(&container)?;
         if parent.extend(&tokens) != key.prefix {
             return Err(container.corrupt("it holds another prefix than its name says"));
         }
@@ -119,7 +114,7 @@ impl Disk {
             Kind::Block => self.identity.layout.block_content(BLOCK_TOKENS),
             Kind::Checkpoint => self.identity.layout.state_content(),
         };
-        let section = part(CONTENT)?;
+        let section = part(&container, CONTENT)?;
         if section.bytes != wanted || (key.kind == Kind::Checkpoint && !position.is_multiple_of(BLOCK_TOKENS as u64)) {
             return Err(container.corrupt(format_args!("{} bytes, not {wanted}", section.bytes)));
         }
@@ -216,6 +211,27 @@ impl Disk {
         }
         Ok(files)
     }
+}
+
+/// Where a record belongs.
+pub(super) struct Link {
+    pub(super) parent: PrefixKey,
+    /// Of a checkpoint; otherwise 0.
+    pub(super) position: u64,
+    /// Those of the block behind the parent.
+    pub(super) tokens: Vec<u32>,
+}
+
+pub(super) fn read_link(container: &Container) -> Result<Link> {
+    let mut link = container.section(part(container, LINK)?)?;
+    let (low, high, position) = (link.u64()?, link.u64()?, link.u64()?);
+    let tokens = link.words("offloaded block", BLOCK_TOKENS)?;
+    link.finish()?;
+    Ok(Link { parent: PrefixKey::from_number(u128::from(low) | u128::from(high) << 64), position, tokens })
+}
+
+fn part(container: &Container, kind: u32) -> Result<&Section> {
+    container.find(kind)?.ok_or_else(|| container.corrupt("a part is missing"))
 }
 
 /// A file of the folder.

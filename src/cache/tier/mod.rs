@@ -12,6 +12,7 @@
 
 mod disk;
 mod host;
+mod info;
 mod io;
 mod promote;
 
@@ -28,6 +29,8 @@ use super::sequence::BLOCK_TOKENS;
 use super::state::State;
 use crate::alloc;
 use crate::error::Result;
+
+pub use info::TierFileInfo;
 
 use disk::Disk;
 use io::Shared;

@@ -1,4 +1,4 @@
-//! The attention half of a layer (model.md sections 3.3 to 3.5).
+//! The attention half of a layer (reference `inference/model.py`).
 #![forbid(unsafe_code)]
 
 use crate::alloc;

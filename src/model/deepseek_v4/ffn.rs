@@ -1,4 +1,4 @@
-//! The mixture-of-experts half of a layer (model.md section 3.6).
+//! The mixture-of-experts half of a layer (reference `inference/model.py`).
 #![forbid(unsafe_code)]
 
 use crate::alloc;

@@ -1,4 +1,5 @@
-//! The trunk of DeepSeek-V4: what is computed, in which order, with which roundings (model.md section 3).
+//! The trunk of DeepSeek-V4: what is computed, in which order, with which roundings (reference
+//! `inference/model.py`).
 //!
 //! A step takes new tokens of one or more sequences through all layers at once: rows of different sequences share every
 //! product with a weight and meet nowhere else. Nothing here depends on how a sequence was cut into steps, so neither

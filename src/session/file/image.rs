@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::alloc;
-use crate::cache::file::{Container, Content, Header, Identity, SectionWriter, Writer, resolve};
+use crate::cache::file::{Container, Content, Header, Identity, SectionWriter, Writer, check_replaceable, resolve};
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{ErrorKind, Result};
 
@@ -76,7 +76,7 @@ impl Image<'_> {
         self.replace(&path)
     }
 
-    /// The file at `path`, if it is one that could be added to.
+    /// The file at `path`, if it is one that could be added to; `None` if a new one may take its place.
     fn stored(&self, path: &Path) -> Result<Option<Stored>> {
         let opened = Container::open_to_append(path, Content::Session).and_then(|container| {
             container.header().identity.check(self.identity, path)?;
@@ -86,7 +86,8 @@ impl Image<'_> {
         match opened {
             Ok(stored) => Ok(Some(stored)),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Mismatch | ErrorKind::Unsupported) => {
+            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Mismatch) => {
+                check_replaceable(path)?;
                 tracing::info!("a session file is replaced: {e}");
                 Ok(None)
             }

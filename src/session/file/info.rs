@@ -42,7 +42,8 @@ pub struct SessionFileInfo {
     pub file_bytes: u64,
     /// Header, roots and table.
     pub frame_bytes: u64,
-    /// Rows and keys of all blocks, with the tokens in them.
+    /// Rows and tokens of the full blocks, and rows of the partial block behind them: something even where
+    /// [`blocks`](Self::blocks) is 0.
     pub block_bytes: u64,
     /// Windows and compressor states.
     pub state_bytes: u64,

@@ -71,7 +71,8 @@ pub struct Saved {
 
 impl Session {
     /// Saves the session to the file at `path`: a new one, or an addition to one that holds a beginning of this session.
-    /// Whatever happens, the file is the old save or the new one, whole. A file of anything else is replaced.
+    /// Whatever happens, the file is the old save or the new one, whole. A file of another session or model, a damaged one
+    /// and an empty one are replaced; what is not dsv4's, or only newer versions can read, is not.
     ///
     /// Over the life of a session that grows, at most twice its size is written, however often it is saved (every few
     /// tokens at most). To keep that, a save soon after another may leave tokens to be computed again by
@@ -90,7 +91,8 @@ impl Session {
     ///
     /// # Errors
     /// `Io` and `NotFound` from the file system (disk full, permissions, no such folder), `InvalidArgument` if something
-    /// other than a file is at `path`, `Busy` during another save to the same file, `OutOfMemory`.
+    /// other than a file, or a file that is not dsv4's, is at `path`, `Unsupported` if a file of a newer version or of the
+    /// other byte order is, `Busy` during another save to the same file, `OutOfMemory`.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<Saved> {
         self.save_with(path, SaveOptions::default())
     }
@@ -109,8 +111,8 @@ impl Session {
     ///
     /// # Errors
     /// `NotFound` and `Io`; `Corrupt` for a damaged or truncated file, `Unsupported` for one of a newer version or of the
-    /// other byte order, `Mismatch` for one of another model, numerics or cache format; `ContextFull` if the session is
-    /// longer than the options' context; `NoBlocks`, `OutOfMemory`; and for pending tokens those of [`Session::feed`].
+    /// other byte order, `Mismatch` for one of another model (see [`Model::fingerprint`](crate::Model::fingerprint)),
+    /// numerics or cache format; `ContextFull` if the session is longer than the options' context; `NoBlocks`, `OutOfMemory`; and for pending tokens those of [`Session::feed`].
     pub fn restore(engine: &Arc<Engine>, path: impl AsRef<Path>, options: SessionOptions) -> Result<Self> {
         let (path, context) = (path.as_ref(), options.context(engine)?);
         let file = load::File::open(path, &engine.identity())?;
