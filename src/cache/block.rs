@@ -18,6 +18,16 @@ struct LayerPages {
     keys: Option<Page>,
 }
 
+impl LayerPages {
+    fn pages(&self) -> impl Iterator<Item = &Page> {
+        self.entries.iter().chain(&self.keys)
+    }
+
+    fn pages_mut(&mut self) -> impl Iterator<Item = &mut Page> {
+        self.entries.iter_mut().chain(&mut self.keys)
+    }
+}
+
 /// Pages of all layers for 256 tokens.
 pub struct Block {
     layers: Vec<LayerPages>,
@@ -43,10 +53,8 @@ impl Block {
     /// A copy in pages of its own.
     pub fn copy(&self, manager: &CacheManager) -> Result<Self> {
         let mut copy = Self::new(manager)?;
-        for (to, from) in copy.layers.iter_mut().zip(&self.layers) {
-            copy_page(&mut to.entries, &from.entries);
-            copy_page(&mut to.keys, &from.keys);
-        }
+        let pages = copy.layers.iter_mut().flat_map(LayerPages::pages_mut);
+        manager.pool().copy(pages.zip(self.layers.iter().flat_map(LayerPages::pages)))?;
         Ok(copy)
     }
 
@@ -55,7 +63,7 @@ impl Block {
         for (i, layer) in self.layers.iter().enumerate() {
             let [entries, keys] = layout.layer_content(i, tokens);
             for (page, len) in [(&layer.entries, entries), (&layer.keys, keys)] {
-                page.as_ref().map_or(Ok(()), |page| sink(&page.bytes()[..len]))?;
+                page.as_ref().map_or(Ok(()), |page| page.read(0..len, &mut *sink))?;
             }
         }
         Ok(())
@@ -72,13 +80,23 @@ impl Block {
         for (i, layer) in block.layers.iter_mut().enumerate() {
             let [entries, keys] = manager.layout().layer_content(i, tokens);
             for (page, len) in [(&mut layer.entries, entries), (&mut layer.keys, keys)] {
-                page.as_mut().map_or(Ok(()), |page| source(&mut page.bytes_mut()[..len]))?;
+                page.as_mut().map_or(Ok(()), |page| page.write(0..len, &mut *source))?;
             }
         }
         Ok(block)
     }
 
-    /// Entry `slot` of `layer`, `row` bytes.
+    /// Number in the page memory of the entries' page of `layer`; `None` if it has none there.
+    pub fn entry_id(&self, layer: usize) -> Option<u32> {
+        self.layers[layer].entries.as_ref().and_then(Page::id)
+    }
+
+    /// Number in the page memory of the index keys' page of `layer`; `None` if it has none there.
+    pub fn key_id(&self, layer: usize) -> Option<u32> {
+        self.layers[layer].keys.as_ref().and_then(Page::id)
+    }
+
+    /// Entry `slot` of `layer`, `row` bytes. As the functions below, for pages on the host.
     pub fn entry(&self, layer: usize, slot: usize, row: usize) -> &[u8] {
         part(&self.layers[layer].entries, slot, row)
     }
@@ -107,10 +125,4 @@ fn part(page: &Option<Page>, slot: usize, len: usize) -> &[u8] {
 fn set_part(page: &mut Option<Page>, slot: usize, bytes: &[u8]) {
     let page = page.as_mut().expect("the layer's kind has this page in every block");
     page.bytes_mut()[slot * bytes.len()..(slot + 1) * bytes.len()].copy_from_slice(bytes);
-}
-
-fn copy_page(to: &mut Option<Page>, from: &Option<Page>) {
-    if let (Some(to), Some(from)) = (to, from) {
-        to.bytes_mut().copy_from_slice(from.bytes());
-    }
 }

@@ -5,7 +5,7 @@
 use crate::model::config::LayerKind;
 
 use super::sequence::BLOCK_TOKENS;
-use super::{Bucket, CacheBytes, CacheLayout};
+use super::{Bucket, CacheBytes, CacheLayout, slabs};
 
 impl CacheLayout {
     /// Bytes of one block of [`BLOCK_TOKENS`] tokens in all layers: (compressed entries, index keys).
@@ -28,6 +28,11 @@ impl CacheLayout {
             pages as u64 * sizes[bucket as usize] + self.index_state_pages(i) as u64 * sizes[Bucket::Index as usize]
         };
         (window, (0..self.layers.len()).map(state).sum())
+    }
+
+    /// Bytes of a slab of a [`PageMemory`](super::PageMemory): what is beyond a multiple of it is not used there.
+    pub fn slab_bytes(&self) -> u64 {
+        slabs::slab_bytes(self.page_bytes())
     }
 
     /// Bytes of one sequence's cache with `tokens` tokens in it, without the padding of pages.

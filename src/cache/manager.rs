@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 use super::block::Block;
 use super::layout::CacheLayout;
+use super::memory::PageMemory;
 use super::pool::{Bucket, Page, PagePool, PoolUsage};
 use super::prefix::{Checkpoint, Evicted, Hit, LookupEnd, PrefixIndex, PrefixKey};
 use super::sequence::BLOCK_TOKENS;
@@ -119,7 +120,18 @@ impl CacheManager {
 
     /// As [`Self::new`], with tiers for what is evicted.
     pub fn with_tiers(layout: CacheLayout, options: CacheOptions, context: &[u8], tiers: Option<Tiers>) -> Arc<Self> {
-        let pool = PagePool::new(layout.page_bytes(), options.limit, options.poison);
+        Self::with_memory(layout, options, context, tiers, None)
+    }
+
+    /// As [`Self::with_tiers`], with pages in `memory`, if it is given: then the limit is at most its length.
+    pub fn with_memory(
+        layout: CacheLayout,
+        options: CacheOptions,
+        context: &[u8],
+        tiers: Option<Tiers>,
+        memory: Option<Arc<dyn PageMemory>>,
+    ) -> Arc<Self> {
+        let pool = PagePool::new(layout.page_bytes(), options.limit, options.poison, memory);
         let root = PrefixKey::root(context);
         Arc::new(Self { layout, options, root, pool, index: Mutex::default(), counters: Counters::default(), tiers })
     }
@@ -137,6 +149,11 @@ impl CacheManager {
     /// Key of the empty prefix.
     pub fn root(&self) -> PrefixKey {
         self.root
+    }
+
+    /// Where pages come from.
+    pub(super) fn pool(&self) -> &Arc<PagePool> {
+        &self.pool
     }
 
     /// A page, for which unused prefixes are evicted if need be.
@@ -304,7 +321,7 @@ impl CacheManager {
         let (blocks, checkpoints) = index.len();
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         CacheStats {
-            limit_bytes: self.options.limit,
+            limit_bytes: self.pool.limit(),
             pool: self.pool.usage(),
             prefix_blocks: blocks as u64,
             evictable_blocks: index.evictable() as u64,

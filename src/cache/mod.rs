@@ -11,16 +11,21 @@
 //! as it was. Knows nothing of devices or of the model's arithmetic.
 
 mod block;
+mod compressors;
+#[cfg(test)]
+mod fake;
 pub mod file;
 mod footprint;
 mod layout;
 mod manager;
 mod mark;
+mod memory;
 mod plan;
 mod pool;
 mod prefix;
 mod rollback;
 mod sequence;
+mod slabs;
 mod state;
 pub mod tier;
 
@@ -28,11 +33,14 @@ pub use block::Block;
 pub use layout::{CacheLayout, KvFormat, LayerLayout};
 pub use manager::{CacheManager, CacheOptions, CacheStats, CheckpointPolicy};
 pub use mark::Mark;
+pub use memory::{PageMemory, PageMove};
 pub use plan::CachePlan;
-pub use pool::{Bucket, Page, PageId, PagePool, PoolUsage};
+pub use pool::{Bucket, Page, PagePool, PoolUsage};
 pub use prefix::{Checkpoint, Hit, LookupEnd, PrefixKey};
 pub use sequence::{BLOCK_TOKENS, CacheBytes, LayerView, SequenceCache, Staged, StagedLayer};
 pub use state::State;
 
+#[cfg(test)]
+mod memory_tests;
 #[cfg(test)]
 mod scale_tests;

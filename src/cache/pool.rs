@@ -1,15 +1,22 @@
 //! Memory of the cache: pages of three sizes under one limit in bytes.
 //!
-//! Invariant: a page belongs to whoever holds its [`Page`] and returns to the pool when that is dropped. Free pages of
-//! one bucket are given up when another bucket needs the room, so no sequence of takes and drops can strand memory:
-//! while `used + page <= limit`, a page can be had.
+//! Pages lie in host memory, each in an allocation of its own, or side by side in a [`PageMemory`], where they have
+//! numbers.
+//!
+//! Invariant: a page belongs to whoever holds its [`Page`] and returns to the pool when that is dropped. On the host, free
+//! pages of one bucket are given up when another bucket needs the room, so no sequence of takes and drops can strand
+//! memory: while `used + page <= limit`, a page can be had. In a page memory that holds for whole slabs: what is free
+//! between used pages serves their bucket alone.
 #![forbid(unsafe_code)]
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::memory::{PageMemory, PageMove};
+use super::slabs::Slabs;
 use crate::alloc;
-use crate::error::{Result, bail};
+use crate::error::{Error, ErrorKind, Result};
 
 /// The three page sizes. Every kind of content lives in one of them, and a freed page serves any kind of its bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,10 +44,6 @@ impl fmt::Display for Bucket {
     }
 }
 
-/// Number of a page within its bucket; never reused for another memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PageId(u64);
-
 /// Byte that fills freed pages of a poisoning pool: NaN in E4M3, bf16 and float32.
 const POISON: u8 = 0xFF;
 
@@ -49,11 +52,11 @@ const POISON: u8 = 0xFF;
 pub struct PoolUsage {
     /// Pages that somebody holds: wide, index, narrow.
     pub used: [u64; 3],
-    /// Pages that wait for reuse.
+    /// Pages that wait for reuse. In a page memory, those in slabs of their bucket.
     pub free: [u64; 3],
     /// Bytes of the used pages.
     pub used_bytes: u64,
-    /// Bytes of all pages, the free ones included.
+    /// Bytes of all pages, the free ones included. In a page memory, bytes of the slabs with a page in use.
     pub held_bytes: u64,
 }
 
@@ -62,29 +65,47 @@ pub struct PagePool {
     page_bytes: [usize; 3],
     limit: u64,
     poison: bool,
-    inner: Mutex<Inner>,
+    home: Home,
+}
+
+/// Where pages lie.
+enum Home {
+    /// Each in an allocation of its own.
+    Host(Mutex<HostPages>),
+    /// In a backend's memory, at the places that the table gives out.
+    Memory(Arc<dyn PageMemory>, Mutex<Slabs>),
 }
 
 #[derive(Default)]
-struct Inner {
-    free: [Vec<(PageId, Vec<u8>)>; 3],
-    next_id: [u64; 3],
+struct HostPages {
+    free: [Vec<Vec<u8>>; 3],
     usage: PoolUsage,
 }
 
 /// One page, held exclusively; dropping it gives it back.
 pub struct Page {
-    id: PageId,
     bucket: Bucket,
-    bytes: Vec<u8>,
+    place: Place,
     pool: Arc<PagePool>,
 }
 
+enum Place {
+    Host(Vec<u8>),
+    Memory(u32),
+}
+
 impl PagePool {
-    /// A pool of pages of the given sizes in bytes, which holds at most `limit` bytes. With `poison`, freed pages are
-    /// filled with 0xFF, so that a stale read shows as NaN.
-    pub fn new(page_bytes: [usize; 3], limit: u64, poison: bool) -> Arc<Self> {
-        Arc::new(Self { page_bytes, limit, poison, inner: Mutex::default() })
+    /// A pool of pages of the given sizes in bytes, which holds at most `limit` bytes, in `memory` or on the host. With
+    /// `poison`, freed pages are filled with 0xFF, so that a stale read shows as NaN.
+    pub fn new(page_bytes: [usize; 3], limit: u64, poison: bool, memory: Option<Arc<dyn PageMemory>>) -> Arc<Self> {
+        let (limit, home) = match memory {
+            None => (limit, Home::Host(Mutex::default())),
+            Some(memory) => {
+                let limit = limit.min(memory.len());
+                (limit, Home::Memory(memory, Mutex::new(Slabs::new(page_bytes, limit))))
+            }
+        };
+        Arc::new(Self { page_bytes, limit, poison, home })
     }
 
     /// Bytes of a page of `bucket`.
@@ -97,52 +118,84 @@ impl PagePool {
         self.limit
     }
 
+    /// Whether pages lie in a [`PageMemory`].
+    pub fn is_in_memory(&self) -> bool {
+        matches!(self.home, Home::Memory(..))
+    }
+
     /// What is in use and free now.
     pub fn usage(&self) -> PoolUsage {
-        self.lock().usage
+        match &self.home {
+            Home::Host(pages) => lock(pages).usage,
+            Home::Memory(_, slabs) => lock(slabs).usage(),
+        }
     }
 
     /// Takes a page; its content is undefined (poison, in a poisoning pool).
     ///
     /// # Errors
-    /// `NoBlocks` with the counts if the limit is reached by pages in use, `OutOfMemory` if the system refuses.
+    /// `NoBlocks` with the counts if the limit is reached by pages in use, `OutOfMemory` if the system refuses, and those
+    /// of the page memory.
     pub fn take(self: &Arc<Self>, bucket: Bucket) -> Result<Page> {
-        let (b, size) = (bucket as usize, self.page_bytes[bucket as usize] as u64);
-        let mut inner = self.lock();
-        if let Some((id, bytes)) = inner.free[b].pop() {
+        let place = match &self.home {
+            Home::Host(pages) => Place::Host(self.take_on_host(pages, bucket)?),
+            Home::Memory(_, slabs) => Place::Memory(self.take_in_memory(slabs, bucket)?),
+        };
+        let page = Page { bucket, place, pool: Arc::clone(self) };
+        if let Place::Memory(_) = page.place {
+            page.poison()?;
+        }
+        Ok(page)
+    }
+
+    fn take_on_host(&self, pages: &Mutex<HostPages>, bucket: Bucket) -> Result<Vec<u8>> {
+        let (b, size) = (bucket as usize, self.page_bytes(bucket) as u64);
+        let mut inner = lock(pages);
+        if let Some(bytes) = inner.free[b].pop() {
             inner.usage.free[b] -= 1;
             inner.count_used(b, size);
-            return Ok(Page { id, bucket, bytes, pool: Arc::clone(self) });
+            return Ok(bytes);
         }
         if inner.usage.used_bytes + size > self.limit {
-            bail!(
-                NoBlocks,
-                "the cache is full: a {bucket} page of {size} bytes is needed, {} of {} bytes are in use",
-                inner.usage.used_bytes,
-                self.limit
-            );
+            return Err(self.is_full(bucket, inner.usage));
         }
         self.make_room(&mut inner, size);
-        let id = PageId(inner.next_id[b]);
-        inner.next_id[b] += 1;
         inner.usage.held_bytes += size;
         inner.count_used(b, size);
         drop(inner);
         let fill = if self.poison { POISON } else { 0 };
-        match alloc::filled("cache page", size as usize, fill) {
-            Ok(bytes) => Ok(Page { id, bucket, bytes, pool: Arc::clone(self) }),
-            Err(error) => {
-                let mut inner = self.lock();
-                inner.usage.held_bytes -= size;
-                inner.usage.used_bytes -= size;
-                inner.usage.used[b] -= 1;
-                Err(error)
-            }
+        alloc::filled("cache page", size as usize, fill).inspect_err(|_| {
+            let mut inner = lock(pages);
+            inner.usage.held_bytes -= size;
+            inner.count_unused(b, size);
+        })
+    }
+
+    fn take_in_memory(&self, slabs: &Mutex<Slabs>, bucket: Bucket) -> Result<u32> {
+        let mut slabs = lock(slabs);
+        match slabs.take(bucket)? {
+            Some(id) => Ok(id),
+            None => Err(self.is_full(bucket, slabs.usage())),
         }
     }
 
+    fn is_full(&self, bucket: Bucket, usage: PoolUsage) -> Error {
+        let (size, used, limit) = (self.page_bytes(bucket), usage.used_bytes, self.limit);
+        let free: u64 = usage.free.iter().zip(self.page_bytes).map(|(&pages, size)| pages * size as u64).sum();
+        let elsewhere = match self.home {
+            Home::Memory(..) if free > 0 => format!(" and {free} are free between pages of other sizes"),
+            _ => String::new(),
+        };
+        Error::new(
+            ErrorKind::NoBlocks,
+            format!(
+                "the cache is full: a {bucket} page of {size} bytes is needed, {used} of {limit} bytes are in use{elsewhere}"
+            ),
+        )
+    }
+
     /// Gives free pages back to the system until `size` more bytes fit under the limit.
-    fn make_room(&self, inner: &mut Inner, size: u64) {
+    fn make_room(&self, inner: &mut HostPages, size: u64) {
         for b in 0..3 {
             while inner.usage.held_bytes + size > self.limit && inner.free[b].pop().is_some() {
                 inner.usage.free[b] -= 1;
@@ -151,67 +204,162 @@ impl PagePool {
         }
     }
 
-    fn give_back(&self, id: PageId, bucket: Bucket, mut bytes: Vec<u8>) {
-        if self.poison {
-            bytes.fill(POISON);
+    /// Copies the content of whole pages of the same pool, in a page memory with one call. The pages that are written
+    /// belong to pairs of one bucket; on error their content is undefined.
+    ///
+    /// # Errors
+    /// Those of the page memory, and `OutOfMemory`; on the host none.
+    pub(super) fn copy<'a>(&self, pairs: impl Iterator<Item = (&'a mut Page, &'a Page)>) -> Result<()> {
+        let mut moves = Vec::new();
+        for (to, from) in pairs {
+            if let (Place::Host(to), Place::Host(from)) = (&mut to.place, &from.place) {
+                to.copy_from_slice(from);
+                continue;
+            }
+            alloc::reserve("page copies", &mut moves, 1)?;
+            moves.push(PageMove { from: from.address(), to: to.address(), len: from.len() as u64 });
         }
-        let (b, size) = (bucket as usize, bytes.len() as u64);
-        let mut inner = self.lock();
-        inner.usage.used[b] -= 1;
-        inner.usage.used_bytes -= size;
-        // a list that cannot grow loses the page to the system: memory is short anyway
-        if inner.free[b].try_reserve(1).is_ok() {
-            inner.free[b].push((id, bytes));
-            inner.usage.free[b] += 1;
-        } else {
-            inner.usage.held_bytes -= size;
+        match &self.home {
+            Home::Memory(memory, _) if !moves.is_empty() => memory.copy(&moves),
+            _ => Ok(()),
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Inner {
+impl HostPages {
     fn count_used(&mut self, b: usize, size: u64) {
         self.usage.used[b] += 1;
         self.usage.used_bytes += size;
     }
+
+    fn count_unused(&mut self, b: usize, size: u64) {
+        self.usage.used[b] -= 1;
+        self.usage.used_bytes -= size;
+    }
+
+    fn put(&mut self, bucket: Bucket, bytes: Vec<u8>) {
+        let (b, size) = (bucket as usize, bytes.len() as u64);
+        self.count_unused(b, size);
+        // a list that cannot grow loses the page to the system: memory is short anyway
+        if self.free[b].try_reserve(1).is_ok() {
+            self.free[b].push(bytes);
+            self.usage.free[b] += 1;
+        } else {
+            self.usage.held_bytes -= size;
+        }
+    }
 }
 
 impl Page {
-    /// Its number within its bucket.
-    pub fn id(&self) -> PageId {
-        self.id
-    }
-
-    /// Its content.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
-    }
-
-    /// Its content, to write.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes
+    /// Its number in the page memory, where it lies at `number * page_bytes`; `None` on the host.
+    pub fn id(&self) -> Option<u32> {
+        match self.place {
+            Place::Host(_) => None,
+            Place::Memory(id) => Some(id),
+        }
     }
 
     /// Its bucket.
     pub fn bucket(&self) -> Bucket {
         self.bucket
     }
+
+    /// Its bytes. Of a page in a page memory, none.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.place {
+            Place::Host(bytes) => bytes,
+            Place::Memory(_) => &[],
+        }
+    }
+
+    /// Its bytes, to write. Of a page in a page memory, none.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        match &mut self.place {
+            Place::Host(bytes) => bytes,
+            Place::Memory(_) => &mut [],
+        }
+    }
+
+    /// Number of its bytes, wherever they are.
+    pub(super) fn len(&self) -> usize {
+        self.pool.page_bytes(self.bucket)
+    }
+
+    /// Shows `use_bytes` the bytes of `range`, wherever they are.
+    ///
+    /// # Errors
+    /// That of `use_bytes`, of the page memory, or `OutOfMemory`.
+    pub(super) fn read(&self, range: Range<usize>, use_bytes: impl FnOnce(&[u8]) -> Result<()>) -> Result<()> {
+        let Home::Memory(memory, _) = &self.pool.home else { return use_bytes(&self.bytes()[range]) };
+        if range.is_empty() {
+            return use_bytes(&[]);
+        }
+        let mut bytes = alloc::zeroed("part of a page", range.len())?;
+        memory.read(self.address() + range.start as u64, &mut bytes)?;
+        use_bytes(&bytes)
+    }
+
+    /// Writes what `fill` makes of the bytes of `range`, wherever they are. `fill` sets all of them.
+    ///
+    /// # Errors
+    /// That of `fill`, and on the host no other; those of the page memory, or `OutOfMemory`. The bytes are then undefined.
+    pub(super) fn write(&mut self, range: Range<usize>, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        let address = self.address() + range.start as u64;
+        let Home::Memory(memory, _) = &self.pool.home else { return fill(&mut self.bytes_mut()[range]) };
+        if range.is_empty() {
+            return fill(&mut []);
+        }
+        let mut bytes = alloc::zeroed("part of a page", range.len())?;
+        fill(&mut bytes)?;
+        memory.write(address, &bytes)
+    }
+
+    /// First byte in the page memory.
+    fn address(&self) -> u64 {
+        u64::from(self.id().unwrap_or(0)) * self.len() as u64
+    }
+
+    /// In a poisoning pool, fills a page in the page memory.
+    fn poison(&self) -> Result<()> {
+        match &self.pool.home {
+            Home::Memory(memory, _) if self.pool.poison => memory.fill(self.address(), self.len() as u64, POISON),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Drop for Page {
     fn drop(&mut self) {
-        self.pool.give_back(self.id, self.bucket, std::mem::take(&mut self.bytes));
+        match (&mut self.place, &self.pool.home) {
+            (Place::Host(bytes), Home::Host(pages)) => {
+                let mut bytes = std::mem::take(bytes);
+                if self.pool.poison {
+                    bytes.fill(POISON);
+                }
+                lock(pages).put(self.bucket, bytes);
+            }
+            (&mut Place::Memory(id), Home::Memory(_, slabs)) => {
+                // a memory that refuses this is broken, and says so to whoever uses it next
+                drop(self.poison());
+                lock(slabs).put(self.bucket, id);
+            }
+            // a page lies where its pool has pages
+            _ => {}
+        }
     }
 }
 
 impl fmt::Debug for Page {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} page {}", self.bucket, self.id.0)
+        match self.place {
+            Place::Host(_) => write!(f, "{} page", self.bucket),
+            Place::Memory(id) => write!(f, "{} page {id}", self.bucket),
+        }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -225,7 +373,7 @@ mod tests {
     fn no_interleaving_of_takes_and_drops_strands_memory() {
         let limit = 20_000u64;
         for seed in 0..50u64 {
-            let pool = PagePool::new(SIZES, limit, true);
+            let pool = PagePool::new(SIZES, limit, true, None);
             let mut held: Vec<Page> = Vec::new();
             let mut state = seed;
             for _ in 0..2000 {
@@ -257,14 +405,5 @@ mod tests {
             drop(held);
             assert_eq!(pool.usage().used_bytes, 0);
         }
-    }
-
-    #[test]
-    fn ids_are_unique_while_pages_live() {
-        let pool = PagePool::new(SIZES, u64::MAX, false);
-        let pages: Vec<Page> = (0..100).map(|_| pool.take(Bucket::Narrow).unwrap()).collect();
-        let mut ids: Vec<u64> = pages.iter().map(|p| p.id().0).collect();
-        ids.dedup();
-        assert_eq!(ids.len(), 100);
     }
 }

@@ -47,6 +47,20 @@ impl Undo {
         self.rows.extend_from_slice(row);
     }
 
+    /// Remembers the window rows of all tokens, in the order of [`Self::keep_row`].
+    pub(super) fn keep_rows(&mut self, rows: &[u8]) {
+        self.rows.clear();
+        self.rows.extend_from_slice(rows);
+    }
+
+    /// Whether all that was overwritten by `tokens` tokens has been kept.
+    pub(super) fn is_complete(&self, layout: &CacheLayout, tokens: usize) -> bool {
+        self.rows.len() == tokens * layout.layers.len() * layout.row_bytes()
+            && self.layers.iter().zip(&layout.layers).all(|(before, l)| {
+                before.main.len() == tokens * l.main_state && before.index.len() == tokens * l.index_state
+            })
+    }
+
     /// Takes over the compressor states that the step recorded in `layer`.
     pub(super) fn keep_states(&mut self, layer: usize, step: &mut StagedLayer) {
         let before =
@@ -54,22 +68,24 @@ impl Undo {
         self.layers[layer] = before;
     }
 
-    /// Brings `state`, which stands behind token `end - 1` of this step, back to `position`.
-    fn apply(&self, layout: &CacheLayout, state: &mut State, position: usize, end: usize) {
+    /// Brings `state`, which stands behind token `end - 1` of this step, back to `position`. Errors come from a page
+    /// memory; the state is then undefined.
+    fn apply(&self, layout: &CacheLayout, state: &mut State, position: usize, end: usize) -> Result<()> {
         let (row, layers) = (layout.row_bytes(), layout.layers.len());
         for token in (position..end).rev() {
             let rows = &self.rows[(token - self.first) * layers * row..][..layers * row];
             for (layer, bytes) in rows.chunks_exact(row).enumerate() {
-                state.set_window_row(layout, layer, token, bytes);
+                state.set_window_row(layout, layer, token, bytes)?;
             }
         }
         let i = position - self.first;
         for (layer, before) in self.layers.iter().enumerate() {
             let l = &layout.layers[layer];
             let (main, index) = (i * l.main_state..(i + 1) * l.main_state, i * l.index_state..(i + 1) * l.index_state);
-            state.set_compressors(layer, &before.main[main], &before.index[index]);
+            state.set_compressors(layer, &before.main[main], &before.index[index])?;
         }
         state.set_position(position);
+        Ok(())
     }
 }
 
@@ -109,17 +125,28 @@ impl UndoLog {
         self.undos.front().is_some_and(|(undo, _)| undo.first <= position)
     }
 
-    /// Brings `state` back to `position`, which it [reaches](Self::reaches).
-    pub(super) fn roll_back(&mut self, layout: &CacheLayout, state: &mut State, position: usize) {
-        while state.position() > position {
-            let (undo, end) = self.undos.back_mut().expect("the log reaches the position");
-            let to = position.max(undo.first);
-            undo.apply(layout, state, to, *end);
-            if to == undo.first {
-                self.undos.pop_back();
-            } else {
-                *end = to;
+    /// Brings `state` back to `position`, which it [reaches](Self::reaches). The log is as before until
+    /// [`Self::forget`].
+    ///
+    /// # Errors
+    /// Those of the page memory, on the host none; the state is then undefined.
+    pub(super) fn roll_back(&self, layout: &CacheLayout, state: &mut State, position: usize) -> Result<()> {
+        for (undo, end) in self.undos.iter().rev() {
+            if *end > position {
+                undo.apply(layout, state, position.max(undo.first), *end)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Drops what was kept of tokens behind `position`, which are taken back.
+    pub(super) fn forget(&mut self, position: usize) {
+        while let Some((undo, end)) = self.undos.back_mut() {
+            if undo.first < position {
+                *end = position.min(*end);
+                break;
+            }
+            self.undos.pop_back();
         }
     }
 

@@ -1,15 +1,24 @@
 //! One sequence: its table of blocks and its state, and what a step sees and adds.
+//!
+//! Where pages lie in a [`PageMemory`](super::PageMemory), the backend writes a step's compressed entries and index keys
+//! into the blocks' pages, behind what is committed, and the new compressor states into pages that are *fresh*;
+//! [`SequenceCache::commit`] makes those the state. Window rows it writes at the very end, when nothing can fail any more.
+//! A step must have ended on the device before its [`Staged`] or its sequence is dropped, since pages that were given back
+//! belong to others.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::alloc;
-use crate::error::Result;
+use crate::error::{Result, bail};
 use crate::model::config::LayerKind;
 
 use super::block::Block;
+use super::compressors::Compressors;
 use super::layout::CacheLayout;
 use super::manager::CacheManager;
+use super::pool::Page;
 use super::rollback::{Undo, UndoLog};
 use super::state::State;
 
@@ -33,9 +42,13 @@ pub struct SequenceCache {
     blocks: Vec<Arc<Block>>,
     state: Arc<State>,
     undo: UndoLog,
+    /// In a page memory, where the next step writes its compressor states; taken when it is first needed.
+    fresh: Option<Compressors>,
+    version: u64,
 }
 
-/// What one step adds to one layer, not yet part of the cache.
+/// What one step adds to one layer, not yet part of the cache. In a page memory, only `main_before` and `index_before` are
+/// used.
 #[derive(Default)]
 pub struct StagedLayer {
     /// Window rows of the step's tokens, encoded.
@@ -74,13 +87,43 @@ impl Staged {
     pub fn kept_from(&self) -> usize {
         self.count - self.kept
     }
+
+    /// How many of the step's last tokens may be taken back.
+    pub fn kept(&self) -> usize {
+        self.kept
+    }
+
+    /// In a page memory: remembers the encoded window rows that those tokens overwrite, `[kept, layers, row_bytes]`. The
+    /// token at position p overwrites the row of position p - window, which is one of the ring if that lies before the
+    /// step and one of the step's own otherwise; what stands for positions below 0 does not matter. A step that keeps
+    /// neither rows nor states cannot be taken back, nor can any before it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they are not that many bytes.
+    pub fn keep_rows(&mut self, layout: &CacheLayout, rows: &[u8]) -> Result<()> {
+        let bytes = self.kept * layout.layers.len() * layout.row_bytes();
+        if rows.len() != bytes {
+            bail!(InvalidArgument, "{} bytes of window rows to keep, {} tokens have {bytes}", rows.len(), self.kept);
+        }
+        if let Some(undo) = &mut self.undo {
+            undo.keep_rows(rows);
+        }
+        Ok(())
+    }
+}
+
+/// A number that no block table of this process had before.
+fn new_version() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
 impl SequenceCache {
     /// An empty sequence whose last `rollback` tokens can always be taken back without computing.
     pub fn new(manager: &Arc<CacheManager>, rollback: usize) -> Result<Self> {
-        let state = Arc::new(State::new(manager)?);
-        Ok(Self { manager: Arc::clone(manager), blocks: Vec::new(), state, undo: UndoLog::new(rollback) })
+        let mut cache = Self::from_parts(manager, Vec::new(), Arc::new(State::new(manager)?), rollback);
+        cache.own_fresh()?;
+        Ok(cache)
     }
 
     /// A sequence of `tokens`, a multiple of 256, whose blocks are one and the same.
@@ -98,7 +141,8 @@ impl SequenceCache {
         let mut blocks = alloc::with_capacity("block table", self.blocks.len())?;
         blocks.extend(self.blocks.iter().map(Arc::clone));
         let undo = self.undo.fork()?;
-        Ok(Self { manager: Arc::clone(&self.manager), blocks, state: Arc::clone(&self.state), undo })
+        let (manager, state) = (Arc::clone(&self.manager), Arc::clone(&self.state));
+        Ok(Self { manager, blocks, state, undo, fresh: None, version: new_version() })
     }
 
     /// Tokens in the cache.
@@ -120,6 +164,7 @@ impl SequenceCache {
     pub fn bytes(&self) -> CacheBytes {
         let (window, state) = self.layout().fixed_page_bytes();
         let (entries, keys) = self.layout().block_bytes();
+        let state = if self.fresh.is_some() { 2 * state } else { state };
         CacheBytes { window, state, pages: self.blocks.len() as u64 * (entries + keys) }
     }
 
@@ -136,7 +181,8 @@ impl SequenceCache {
         rollback: usize,
     ) -> Self {
         debug_assert_eq!(blocks.len(), state.position().div_ceil(BLOCK_TOKENS), "blocks and state belong together");
-        Self { manager: Arc::clone(manager), blocks, state, undo: UndoLog::new(rollback) }
+        let undo = UndoLog::new(rollback);
+        Self { manager: Arc::clone(manager), blocks, state, undo, fresh: None, version: new_version() }
     }
 
     /// The last block, if it holds fewer than 256 tokens.
@@ -152,6 +198,7 @@ impl SequenceCache {
     /// Puts a block of equal content in place of the full block `i`, so that it is stored once.
     pub fn replace_block(&mut self, i: usize, block: Arc<Block>) {
         self.blocks[i] = block;
+        self.version = new_version();
     }
 
     /// Appends shared full blocks and goes to the checkpoint `state` at their end. The sequence ends at a block's end.
@@ -160,7 +207,7 @@ impl SequenceCache {
         debug_assert_eq!(self.len() % BLOCK_TOKENS, 0, "only a sequence of full blocks can be extended");
         alloc::reserve("block table", &mut self.blocks, blocks.len())?;
         // a step that did not finish may have left a block behind
-        self.blocks.truncate(self.len() / BLOCK_TOKENS);
+        self.truncate_blocks(self.len() / BLOCK_TOKENS);
         self.blocks.extend(blocks.iter().map(Arc::clone));
         self.state = state;
         self.undo.clear();
@@ -169,9 +216,16 @@ impl SequenceCache {
 
     /// Goes back to `state`, a checkpoint of this very sequence.
     pub fn rewind(&mut self, state: Arc<State>) {
-        self.blocks.truncate(state.position().div_ceil(BLOCK_TOKENS));
+        self.truncate_blocks(state.position().div_ceil(BLOCK_TOKENS));
         self.state = state;
         self.undo.clear();
+    }
+
+    fn truncate_blocks(&mut self, count: usize) {
+        if count < self.blocks.len() {
+            self.blocks.truncate(count);
+            self.version = new_version();
+        }
     }
 
     /// Whether [`Self::roll_back`] can go to `position`.
@@ -180,12 +234,20 @@ impl SequenceCache {
     }
 
     /// Goes back to `position`, which [can be reached](Self::can_roll_back), from what its last tokens overwrote. On
-    /// error, which comes only where the state is shared and its copy has no room, nothing changes.
+    /// error, which comes only where the state is shared and its copy has no room, nothing changes. In a page memory a copy
+    /// is always made, since a write may fail.
     pub fn roll_back(&mut self, position: usize) -> Result<()> {
-        self.own_state()?;
-        let state = Arc::get_mut(&mut self.state).expect("just made our own");
-        self.undo.roll_back(self.manager.layout(), state, position);
-        self.blocks.truncate(position.div_ceil(BLOCK_TOKENS));
+        if self.manager.pool().is_in_memory() {
+            let mut state = self.state.copy(&self.manager)?;
+            self.undo.roll_back(self.manager.layout(), &mut state, position)?;
+            self.state = Arc::new(state);
+        } else {
+            self.own_state()?;
+            let state = Arc::get_mut(&mut self.state).expect("just made our own");
+            self.undo.roll_back(self.manager.layout(), state, position)?;
+        }
+        self.undo.forget(position);
+        self.truncate_blocks(position.div_ceil(BLOCK_TOKENS));
         Ok(())
     }
 
@@ -195,17 +257,21 @@ impl SequenceCache {
         if count > 0 {
             self.own(count)?;
         }
-        let layout = self.manager.layout();
+        let (layout, is_in_memory) = (self.manager.layout(), self.manager.pool().is_in_memory());
         let (start, row) = (self.len(), layout.row_bytes());
         let kept = self.undo.limit().min(count);
         let undo = (kept > 0).then(|| Undo::new(layout, start + count - kept, kept)).transpose()?;
         self.undo.reserve()?;
         let mut layers = alloc::with_capacity("staged layers", layout.layers.len())?;
         for (i, l) in layout.layers.iter().enumerate() {
-            let (main_state, index_state) = self.state.compressors(layout, i)?;
-            let rows = alloc::zeroed("staged window rows", count * row)?;
             let main_before = alloc::with_capacity("rollback states", kept * l.main_state)?;
             let index_before = alloc::with_capacity("rollback states", kept * l.index_state)?;
+            if is_in_memory {
+                layers.push(StagedLayer { main_before, index_before, ..Default::default() });
+                continue;
+            }
+            let (main_state, index_state) = self.state.compressors(layout, i)?;
+            let rows = alloc::zeroed("staged window rows", count * row)?;
             let mut staged =
                 StagedLayer { rows, main_state, index_state, main_before, index_before, ..Default::default() };
             if l.kind != LayerKind::Window {
@@ -237,9 +303,11 @@ impl SequenceCache {
             && Arc::get_mut(last).is_none()
         {
             *last = Arc::new(last.copy(&self.manager)?);
+            self.version = new_version();
             self.manager.count_copy();
         }
         self.own_state()?;
+        self.own_fresh()?;
         while self.blocks.len() < needed {
             self.blocks.push(Arc::new(Block::new(&self.manager)?));
         }
@@ -259,34 +327,52 @@ impl SequenceCache {
         Ok(())
     }
 
+    /// In a page memory, has a second set of pages for compressor states.
+    fn own_fresh(&mut self) -> Result<()> {
+        if self.fresh.is_none() && self.manager.pool().is_in_memory() {
+            self.fresh = Some(Compressors::unset(&self.manager)?);
+        }
+        Ok(())
+    }
+
     /// Takes a finished step over. `staged` comes from [`Self::stage`] with no other change in between.
     pub fn commit(&mut self, mut staged: Staged) {
         let end = staged.start + staged.count;
-        if let Some(undo) = self.finish_undo(&mut staged) {
-            self.undo.push(undo, end);
+        if staged.kept > 0 {
+            match self.finish_undo(&mut staged) {
+                Some(undo) => self.undo.push(undo, end),
+                None => self.undo.clear(),
+            }
         }
-        for (index, step) in staged.layers.iter().enumerate() {
-            self.commit_layer(index, staged.start, step);
+        if !self.manager.pool().is_in_memory() {
+            for (index, step) in staged.layers.iter().enumerate() {
+                self.commit_layer(index, staged.start, step);
+            }
+        } else if let Some(fresh) = self.fresh.as_mut().filter(|_| staged.count > 0) {
+            debug_assert_eq!(staged.start, self.state.position(), "a step is committed to the state it was staged on");
+            Arc::get_mut(&mut self.state).expect("stage made the state our own").swap_compressors(fresh);
         }
         self.set_position(end);
     }
 
-    /// The undo of a step that is about to be committed.
+    /// The undo of a step that is about to be committed, if everything was kept.
     fn finish_undo(&self, staged: &mut Staged) -> Option<Undo> {
         let mut undo = staged.undo.take()?;
         let layout = self.manager.layout();
         let end = staged.start + staged.count;
-        for position in end - staged.kept..end {
-            for layer in 0..layout.layers.len() {
-                // before the window is full, what lies in the slot is never read, whatever it is
-                let overwritten = position.saturating_sub(layout.window);
-                undo.keep_row(self.view(layer, staged).window_row(overwritten));
+        if !self.manager.pool().is_in_memory() {
+            for position in end - staged.kept..end {
+                for layer in 0..layout.layers.len() {
+                    // before the window is full, what lies in the slot is never read, whatever it is
+                    let overwritten = position.saturating_sub(layout.window);
+                    undo.keep_row(self.view(layer, staged).window_row(overwritten));
+                }
             }
         }
         for (i, layer) in staged.layers.iter_mut().enumerate() {
             undo.keep_states(i, layer);
         }
-        Some(undo)
+        undo.is_complete(layout, staged.kept).then_some(undo)
     }
 
     /// Takes over one layer of a step that ran only that layer; for [`crate::engine::research`].
@@ -319,16 +405,74 @@ impl SequenceCache {
         }
     }
 
-    /// Forgets everything and starts an empty sequence; takes new pages only where the state is shared. On error nothing
-    /// changes.
+    /// Forgets everything and starts an empty sequence; takes new pages only where the state is shared, or where a page
+    /// memory needs a second set of compressor states. On error nothing changes.
     pub fn clear(&mut self) -> Result<()> {
+        self.own_fresh()?;
         match Arc::get_mut(&mut self.state) {
-            Some(state) => state.reset(self.manager.layout())?,
+            Some(state) => state.reset(&self.manager, self.fresh.as_mut())?,
             None => self.state = Arc::new(State::new(&self.manager)?),
         }
-        self.blocks.clear();
+        self.truncate_blocks(0);
         self.undo.clear();
         Ok(())
+    }
+
+    /// A number that changes whenever the table of blocks changes other than by blocks at its end, and that no other
+    /// sequence of the process has: while it stays, a device's copy of the table is only to be continued.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Numbers in the page memory of the pages of the window ring of `layer`: row p at slot p mod window, 64 slots a page.
+    /// As with all the numbers below, there are none for pages on the host.
+    pub fn ring_ids(&self, layer: usize) -> impl Iterator<Item = u32> + '_ {
+        ids(self.state.ring(layer))
+    }
+
+    /// Numbers of the pages of the main compressor's state of `layer`.
+    pub fn main_state_ids(&self, layer: usize) -> impl Iterator<Item = u32> + '_ {
+        ids(self.state.compressor_pages().main(layer))
+    }
+
+    /// Numbers of the pages of the index compressor's state of `layer`.
+    pub fn index_state_ids(&self, layer: usize) -> impl Iterator<Item = u32> + '_ {
+        ids(self.state.compressor_pages().index(layer))
+    }
+
+    /// Numbers of the pages that a step writes the main compressor's new state of `layer` to.
+    pub fn fresh_main_ids(&self, layer: usize) -> impl Iterator<Item = u32> + '_ {
+        self.fresh.iter().flat_map(move |fresh| ids(fresh.main(layer)))
+    }
+
+    /// Numbers of the pages that a step writes the index compressor's new state of `layer` to.
+    pub fn fresh_index_ids(&self, layer: usize) -> impl Iterator<Item = u32> + '_ {
+        self.fresh.iter().flat_map(move |fresh| ids(fresh.index(layer)))
+    }
+
+    /// Blocks in the table: those of the tokens, and those that the step at work has staged.
+    pub fn table_len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Numbers of the pages of compressed entries of `layer`, one a block.
+    pub fn entry_ids(&self, layer: usize) -> impl Iterator<Item = u32> + '_ {
+        self.entry_ids_from(layer, 0)
+    }
+
+    /// As [`Self::entry_ids`], from block `first` on.
+    pub fn entry_ids_from(&self, layer: usize, first: usize) -> impl Iterator<Item = u32> + '_ {
+        self.blocks.iter().skip(first).filter_map(move |block| block.entry_id(layer))
+    }
+
+    /// Numbers of the pages of index keys of `layer`, one a block.
+    pub fn key_ids(&self, layer: usize) -> impl Iterator<Item = u32> + '_ {
+        self.key_ids_from(layer, 0)
+    }
+
+    /// As [`Self::key_ids`], from block `first` on.
+    pub fn key_ids_from(&self, layer: usize, first: usize) -> impl Iterator<Item = u32> + '_ {
+        self.blocks.iter().skip(first).filter_map(move |block| block.key_id(layer))
     }
 
     /// One layer as a step in flight sees it: what is committed, then what `staged` adds.
@@ -337,7 +481,11 @@ impl SequenceCache {
     }
 }
 
-/// Read access to one layer during a step.
+fn ids(pages: &[Page]) -> impl Iterator<Item = u32> + '_ {
+    pages.iter().filter_map(Page::id)
+}
+
+/// Read access to one layer during a step, of pages on the host.
 #[derive(Clone, Copy)]
 pub struct LayerView<'a> {
     cache: &'a SequenceCache,

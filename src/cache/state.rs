@@ -4,10 +4,12 @@
 //! a shared copy of it is a checkpoint.
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
+
 use crate::alloc;
 use crate::error::Result;
-use crate::model::config::LayerKind;
 
+use super::compressors::Compressors;
 use super::layout::{CacheLayout, WIDE_ROWS};
 use super::manager::CacheManager;
 use super::pool::{Bucket, Page};
@@ -15,34 +17,28 @@ use super::pool::{Bucket, Page};
 /// Window rings and compressor states of all layers at one position.
 pub struct State {
     position: usize,
-    layers: Vec<LayerState>,
-}
-
-struct LayerState {
-    /// Ring of the last `window` rows; the row of position p is at slot p mod window.
-    ring: Vec<Page>,
-    main: Vec<Page>,
-    index: Vec<Page>,
+    /// Of each layer, the ring of the last `window` rows; the row of position p is at slot p mod window.
+    rings: Vec<Vec<Page>>,
+    compressors: Compressors,
 }
 
 impl State {
     /// The state of an empty sequence.
     pub fn new(manager: &CacheManager) -> Result<Self> {
         let mut state = Self::unset(manager, 0)?;
-        state.reset(manager.layout())?;
+        state.compressors.set_empty(manager)?;
         Ok(state)
     }
 
-    /// Makes it the state of an empty sequence again. On error nothing changes.
-    pub fn reset(&mut self, layout: &CacheLayout) -> Result<()> {
-        let mut empty = alloc::with_capacity("empty states", layout.layers.len())?;
-        for l in &layout.layers {
-            let main = empty_state(l.kind, layout.head_dim, l.main_state)?;
-            empty.push((main, empty_state(l.kind, layout.index_dim, l.index_state)?));
-        }
-        for (layer, (main, index)) in self.layers.iter_mut().zip(&empty) {
-            store(&mut layer.main, main);
-            store(&mut layer.index, index);
+    /// Makes it the state of an empty sequence again, in a page memory by way of the `spare` compressor states. On error
+    /// nothing changes.
+    pub(super) fn reset(&mut self, manager: &CacheManager, spare: Option<&mut Compressors>) -> Result<()> {
+        match spare {
+            Some(spare) => {
+                spare.set_empty(manager)?;
+                self.swap_compressors(spare);
+            }
+            None => self.compressors.set_empty(manager)?,
         }
         self.position = 0;
         Ok(())
@@ -51,26 +47,18 @@ impl State {
     /// Pages for a state, with undefined content.
     fn unset(manager: &CacheManager, position: usize) -> Result<Self> {
         let layout = manager.layout();
-        let mut layers = alloc::with_capacity("cache states", layout.layers.len())?;
-        for i in 0..layout.layers.len() {
-            let (bucket, pages) = layout.main_state_pages(i);
-            layers.push(LayerState {
-                ring: manager.take_many(Bucket::Wide, layout.ring_pages())?,
-                main: manager.take_many(bucket, pages)?,
-                index: manager.take_many(Bucket::Index, layout.index_state_pages(i))?,
-            });
+        let mut rings = alloc::with_capacity("cache states", layout.layers.len())?;
+        for _ in &layout.layers {
+            rings.push(manager.take_many(Bucket::Wide, layout.ring_pages())?);
         }
-        Ok(Self { position, layers })
+        Ok(Self { position, rings, compressors: Compressors::unset(manager)? })
     }
 
     /// A copy in pages of its own.
     pub fn copy(&self, manager: &CacheManager) -> Result<Self> {
         let mut copy = Self::unset(manager, self.position)?;
-        for (to, from) in copy.layers.iter_mut().zip(&self.layers) {
-            copy_pages(&mut to.ring, &from.ring);
-            copy_pages(&mut to.main, &from.main);
-            copy_pages(&mut to.index, &from.index);
-        }
+        let rings = copy.rings.iter_mut().flatten().zip(self.rings.iter().flatten());
+        manager.pool().copy(rings.chain(copy.compressors.pages_mut().zip(self.compressors.pages())))?;
         Ok(copy)
     }
 
@@ -79,23 +67,13 @@ impl State {
     pub fn export(&self, layout: &CacheLayout, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let row = layout.row_bytes();
         let unused = alloc::zeroed("empty window row", row)?;
-        for (layer, l) in self.layers.iter().zip(&layout.layers) {
-            for slot in 0..layout.window {
-                let used = slot < self.position;
-                sink(if used {
-                    &layer.ring[slot / WIDE_ROWS].bytes()[slot % WIDE_ROWS * row..][..row]
-                } else {
-                    &unused
-                })?;
+        for (layer, ring) in self.rings.iter().enumerate() {
+            for (page, slots) in ring.iter().zip(ring_slots(layout)) {
+                let used = self.position.clamp(slots.start, slots.end) - slots.start;
+                page.read(0..used * row, &mut *sink)?;
+                (used..slots.len()).try_for_each(|_| sink(&unused))?;
             }
-            for (pages, len) in [(&layer.main, 4 * l.main_state), (&layer.index, 4 * l.index_state)] {
-                let mut left = len;
-                for page in pages {
-                    let part = left.min(page.bytes().len());
-                    sink(&page.bytes()[..part])?;
-                    left -= part;
-                }
-            }
+            self.compressors.export(layout, layer, sink)?;
         }
         Ok(())
     }
@@ -107,20 +85,12 @@ impl State {
         source: &mut dyn FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<Self> {
         let layout = manager.layout();
-        let row = layout.row_bytes();
         let mut state = Self::unset(manager, position)?;
-        for (layer, l) in state.layers.iter_mut().zip(&layout.layers) {
-            for slot in 0..layout.window {
-                source(&mut layer.ring[slot / WIDE_ROWS].bytes_mut()[slot % WIDE_ROWS * row..][..row])?;
+        for (layer, ring) in state.rings.iter_mut().enumerate() {
+            for (page, slots) in ring.iter_mut().zip(ring_slots(layout)) {
+                page.write(0..slots.len() * layout.row_bytes(), &mut *source)?;
             }
-            for (pages, len) in [(&mut layer.main, 4 * l.main_state), (&mut layer.index, 4 * l.index_state)] {
-                let mut left = len;
-                for page in pages {
-                    let part = left.min(page.bytes().len());
-                    source(&mut page.bytes_mut()[..part])?;
-                    left -= part;
-                }
-            }
+            state.compressors.import(layout, layer, source)?;
         }
         Ok(state)
     }
@@ -130,19 +100,33 @@ impl State {
         self.position
     }
 
-    /// Encoded window row of `position`, one of the last `window` below [`Self::position`].
+    /// Encoded window row of `position`, one of the last `window` below [`Self::position`]; of a state on the host.
     pub fn window_row(&self, layout: &CacheLayout, layer: usize, position: usize) -> &[u8] {
-        let (row, slot) = (layout.row_bytes(), position % layout.window);
-        &self.layers[layer].ring[slot / WIDE_ROWS].bytes()[slot % WIDE_ROWS * row..][..row]
+        let (page, bytes) = slot_place(layout, position);
+        &self.rings[layer][page].bytes()[bytes]
     }
 
-    /// Main and index compressor state of `layer`.
+    /// Main and index compressor state of `layer`, of a state on the host.
     pub fn compressors(&self, layout: &CacheLayout, layer: usize) -> Result<(Vec<f32>, Vec<f32>)> {
-        let l = &layout.layers[layer];
-        Ok((load(&self.layers[layer].main, l.main_state)?, load(&self.layers[layer].index, l.index_state)?))
+        self.compressors.get(layout, layer)
     }
 
-    /// Takes over what a step of `rows.len() / row_bytes` tokens from `start` brought to `layer`.
+    /// Pages of the window ring of `layer`.
+    pub(super) fn ring(&self, layer: usize) -> &[Page] {
+        &self.rings[layer]
+    }
+
+    /// Pages of the compressor states.
+    pub(super) fn compressor_pages(&self) -> &Compressors {
+        &self.compressors
+    }
+
+    /// Exchanges the compressor states with another set of pages.
+    pub(super) fn swap_compressors(&mut self, other: &mut Compressors) {
+        std::mem::swap(&mut self.compressors, other);
+    }
+
+    /// Takes over what a step of `rows.len() / row_bytes` tokens from `start` brought to `layer`, on the host.
     pub fn advance(
         &mut self,
         layout: &CacheLayout,
@@ -155,22 +139,35 @@ impl State {
         let (row, window) = (layout.row_bytes(), layout.window);
         let count = rows.len() / row;
         for i in count.saturating_sub(window)..count {
-            self.set_window_row(layout, layer, start + i, &rows[i * row..(i + 1) * row]);
+            self.set_window_row(layout, layer, start + i, &rows[i * row..(i + 1) * row]).expect(ON_HOST);
         }
-        self.set_compressors(layer, main, index);
+        self.set_compressors(layer, main, index).expect(ON_HOST);
     }
 
     /// Writes the encoded window row of `position` where it belongs in the ring.
-    pub(super) fn set_window_row(&mut self, layout: &CacheLayout, layer: usize, position: usize, bytes: &[u8]) {
-        let slot = position % layout.window;
-        let page = self.layers[layer].ring[slot / WIDE_ROWS].bytes_mut();
-        page[slot % WIDE_ROWS * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+    ///
+    /// # Errors
+    /// Those of the page memory; on the host none.
+    pub(super) fn set_window_row(
+        &mut self,
+        layout: &CacheLayout,
+        layer: usize,
+        position: usize,
+        row: &[u8],
+    ) -> Result<()> {
+        let (page, bytes) = slot_place(layout, position);
+        self.rings[layer][page].write(bytes, |bytes| {
+            bytes.copy_from_slice(row);
+            Ok(())
+        })
     }
 
     /// Sets the main and index compressor state of `layer`.
-    pub(super) fn set_compressors(&mut self, layer: usize, main: &[f32], index: &[f32]) {
-        store(&mut self.layers[layer].main, main);
-        store(&mut self.layers[layer].index, index);
+    ///
+    /// # Errors
+    /// Those of the page memory; on the host none.
+    pub(super) fn set_compressors(&mut self, layer: usize, main: &[f32], index: &[f32]) -> Result<()> {
+        self.compressors.set(layer, main, index)
     }
 
     /// Sets the position after all layers have advanced.
@@ -179,39 +176,17 @@ impl State {
     }
 }
 
-fn copy_pages(to: &mut [Page], from: &[Page]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        to.bytes_mut().copy_from_slice(from.bytes());
-    }
+const ON_HOST: &str = "pages on the host take every write";
+
+/// Slots of a window in each page of its ring.
+fn ring_slots(layout: &CacheLayout) -> impl Iterator<Item = Range<usize>> {
+    let window = layout.window;
+    (0..window).step_by(WIDE_ROWS).map(move |first| first..window.min(first + WIDE_ROWS))
 }
 
-/// Writes `values` little-endian over the pages, from their start.
-fn store(pages: &mut [Page], values: &[f32]) {
-    let mut values = values.iter();
-    for page in pages {
-        for (bytes, v) in page.bytes_mut().chunks_exact_mut(4).zip(&mut values) {
-            bytes.copy_from_slice(&v.to_le_bytes());
-        }
-    }
-}
-
-fn load(pages: &[Page], count: usize) -> Result<Vec<f32>> {
-    let mut values = alloc::with_capacity("compressor state", count)?;
-    let words = pages.iter().flat_map(|page| page.bytes().chunks_exact(4));
-    values.extend(words.take(count).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
-    Ok(values)
-}
-
-/// Empty compressor state: values 0, gates minus infinity. See [`CacheLayout::new`] for the order of the parts.
-fn empty_state(kind: LayerKind, dim: usize, len: usize) -> Result<Vec<f32>> {
-    let mut state = alloc::vec_f32("compressor state", len)?;
-    match kind {
-        LayerKind::C4a if len > 0 => {
-            state[4 * dim..8 * dim].fill(f32::NEG_INFINITY);
-            state[16 * dim..].fill(f32::NEG_INFINITY);
-        }
-        LayerKind::C128a if len > 0 => state[..dim].fill(f32::NEG_INFINITY),
-        _ => {}
-    }
-    Ok(state)
+/// Page of a ring, and bytes of it, where the row of `position` lies.
+fn slot_place(layout: &CacheLayout, position: usize) -> (usize, Range<usize>) {
+    let (row, slot) = (layout.row_bytes(), position % layout.window);
+    let first = slot % WIDE_ROWS * row;
+    (slot / WIDE_ROWS, first..first + row)
 }

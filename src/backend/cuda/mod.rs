@@ -5,7 +5,8 @@
 //! kernel relies on, and the step that calls launchers. The CPU's operation of the same name is the specification, and
 //! [`self_test`] compares the two on the device. The layers below: `driver` finds the driver and probes every function
 //! before cudarc may call it; `device` has the context, the limits, the loaded kernels and the memory of a fault;
-//! `memory` hands out one allocation by a plan; `stream` queues work; `upload` brings weights over.
+//! `memory` hands out one allocation by a plan; `stream` queues work; `upload` brings weights over; `pages` is where the
+//! cache's pages lie.
 //!
 //! # The step (what the launchers were cut for)
 //!
@@ -17,7 +18,7 @@
 //!   is exact, so one kernel serves `reference`, `served` and `kvquant`.
 //! * **Rows and sequences.** A step is `rows` tokens of several sequences: per row its sequence and position, per sequence
 //!   start, first row and count. Rotation tables are made once a step, for rows and for the entries they complete.
-//! * **Pages.** Each bucket is one buffer; a page is `base + id * page_bytes` in 64 bits. Per layer and step there are
+//! * **Pages.** All buckets are one buffer (`pages`); a page is `base + id * page_bytes` in 64 bits. Per layer and step there are
 //!   tables of 32-bit page ids `[sequences, pitch]`: ring, entries, keys, state and new state. They are written by the
 //!   host into one staging buffer and copied once a step, so a graph sees fixed addresses.
 //! * **Transaction.** Window rows of a step go to a linear buffer, compressor states to pages of their own, entries and
@@ -40,6 +41,7 @@ mod kernels;
 mod memory;
 mod nvrtc;
 mod ops;
+mod pages;
 mod stream;
 mod upload;
 

@@ -8,6 +8,7 @@ mod attention;
 mod dense;
 mod experts;
 mod lab;
+mod pages;
 mod sequence;
 mod timing;
 mod world;
@@ -75,6 +76,8 @@ type Group = fn(&mut Lab<'_>) -> Result<()>;
 const GROUPS: &[(&str, Group)] = &[
     ("upload", dense::upload),
     ("streams", dense::streams),
+    ("page memory", pages::page_memory),
+    ("pages", pages::pages),
     ("embed", dense::embed),
     ("rms_norm", dense::rms_norm),
     ("quantise", dense::quantise),
