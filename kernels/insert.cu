@@ -63,20 +63,27 @@ extern "C" __global__ void __launch_bounds__(256) insert(const __grid_constant__
 }
 
 struct CommitParams {
-  const u8* staged;           // [rows, ROW_BYTES]
-  Pages ring;                 // wide pages; the row of position p is at slot p mod window
+  const u8* staged;           // [layers, rows, ROW_BYTES]
+  Pages ring;                 // wide pages of layer 0; the row of position p is at slot p mod window
   const Sequence* sequences;  // [grid.y]
+  const u32* bad;             // set: nothing is committed
+  u64 staged_bytes;           // of a layer
+  u32 ring_ids;               // of a layer
   u32 window;
 };
 
-// The last `window` rows of each sequence into its ring. grid (window, sequences), 96 threads
+// The last `window` rows of each sequence and layer into its ring. grid (at most window, sequences, layers), 96 threads
 extern "C" __global__ void __launch_bounds__(96) window_commit(const __grid_constant__ CommitParams p) {
   wait_for_inputs();
   const Sequence s = p.sequences[blockIdx.y];
   const u32 count = min(s.rows, p.window);
-  if (blockIdx.x >= count || threadIdx.x >= ROW_BYTES / 8) return;
+  if (blockIdx.x >= count || threadIdx.x >= ROW_BYTES / 8 || *p.bad) return;
   const u32 i = s.rows - count + blockIdx.x;
   const u32 slot = (s.start + i) % p.window;
-  const u64* from = reinterpret_cast<const u64*>(p.staged + u64(s.first_row + i) * ROW_BYTES);
-  reinterpret_cast<u64*>(p.ring.row(blockIdx.y, slot, PAGE_ROWS, ROW_BYTES))[threadIdx.x] = from[threadIdx.x];
+  const u64 layer = blockIdx.z;
+  const u8* row = p.staged + layer * p.staged_bytes + u64(s.first_row + i) * ROW_BYTES;
+  Pages ring = p.ring;
+  ring.ids += layer * p.ring_ids;
+  u64* to = reinterpret_cast<u64*>(ring.row(blockIdx.y, slot, PAGE_ROWS, ROW_BYTES));
+  to[threadIdx.x] = reinterpret_cast<const u64*>(row)[threadIdx.x];
 }

@@ -100,6 +100,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise(const __grid_cons
   if (inside) reinterpret_cast<uint4*>(p.out)[g] = pack8(v);
 }
 
+struct WatchParams {
+  const u16* x;  // [count] bf16, a multiple of 8
+  u32* bad;      // set to 1 if one of them is NaN or infinite
+  u64 count;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) watch(const __grid_constant__ WatchParams p) {
+  wait_for_inputs();
+  const u64 group = u64(blockIdx.x) * THREADS + threadIdx.x;
+  if (group * 8 >= p.count) return;
+  const uint4 v = reinterpret_cast<const uint4*>(p.x)[group];
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < 4; i++) bad |= (words[i] & 0x7F80u) == 0x7F80u || (words[i] & 0x7F800000u) == 0x7F800000u;
+  if (bad) *p.bad = 1;
+}
+
 struct RotationParams {
   const u32* positions;  // [rows]
   const float* plain;    // [32] radians a position, window-only layers

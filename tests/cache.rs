@@ -68,7 +68,8 @@ impl Truth {
 }
 
 fn options(chunk: usize) -> EngineOptions {
-    EngineOptions { threads: 1, prefill_chunk: chunk, poison_cache: true, ..EngineOptions::default() }
+    let options = EngineOptions { threads: 1, prefill_chunk: chunk, poison_cache: true, ..EngineOptions::default() };
+    subject::on_device(options)
 }
 
 /// A session and the timeline it is on.

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed call is a failed test")]
 
+mod common;
+
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +23,7 @@ fn engine(chunk: usize) -> Arc<Engine> {
         checkpoints: CheckpointPolicy::None,
         ..EngineOptions::default()
     };
-    Engine::new(&Model::open(folder).unwrap(), options).unwrap()
+    Engine::new(&Model::open(folder).unwrap(), common::subject::on_device(options)).unwrap()
 }
 
 fn session(engine: &Arc<Engine>, context: usize) -> Session {

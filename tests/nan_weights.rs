@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed call is a failed test")]
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -90,7 +92,7 @@ fn feed_with(dir: &Path, places: &[&Place], count: usize, infinite: bool) -> Res
 
 fn feed(dir: &Path) -> Result<(), Error> {
     let options = EngineOptions { threads: 2, ..EngineOptions::default() };
-    let engine = Engine::new(&Model::open(dir)?, options)?;
+    let engine = Engine::new(&Model::open(dir)?, common::subject::on_device(options))?;
     let mut session = Session::new(&engine, SessionOptions::default())?;
     session.feed(&(0..TOKENS).map(|i| 3 + i * 7).collect::<Vec<_>>())
 }

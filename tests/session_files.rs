@@ -37,7 +37,7 @@ fn engine() -> Arc<Engine> {
 }
 
 fn options() -> EngineOptions {
-    EngineOptions { threads: 1, poison_cache: true, ..EngineOptions::default() }
+    subject::on_device(EngineOptions { threads: 1, poison_cache: true, ..EngineOptions::default() })
 }
 
 fn tokens(n: usize) -> Vec<u32> {

@@ -35,7 +35,7 @@ fn prompt(seed: usize) -> Vec<u32> {
 }
 
 fn options() -> EngineOptions {
-    EngineOptions { threads: 1, poison_cache: true, ..EngineOptions::default() }
+    subject::on_device(EngineOptions { threads: 1, poison_cache: true, ..EngineOptions::default() })
 }
 
 /// An engine whose pages hold little more than one prompt, so that the next one drives it out.

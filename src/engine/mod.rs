@@ -1,6 +1,8 @@
 //! An engine: one model on one device with its numerics, threads and cache format. Sessions run on it.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "cuda")]
+mod gpu;
 mod options;
 pub mod research;
 
@@ -9,7 +11,7 @@ use std::sync::Arc;
 use crate::backend::cpu::Cpu;
 use crate::cache::file::Identity;
 use crate::cache::tier::Tiers;
-use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, SequenceCache};
+use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, PageMemory, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
@@ -29,25 +31,43 @@ pub struct Engine {
     kv_format: KvFormat,
     cpu: Cpu,
     tables: Tables,
+    device: Device,
     cache: Arc<CacheManager>,
 }
 
+/// What runs the layers.
+enum Device {
+    Cpu,
+    #[cfg(feature = "cuda")]
+    Gpu(Box<gpu::GpuEngine>),
+}
+
 impl Engine {
-    /// Prepares `model` for running.
+    /// Prepares `model` for running. On a GPU this uploads the weights; see [`Self::with_progress`].
     ///
     /// # Errors
-    /// `InvalidArgument` names the option that is out of range; `Unavailable` the device that is not there.
+    /// `InvalidArgument` names the option that is out of range; `Unavailable` the device that is not there; `Unsupported`
+    /// what the device cannot run; `OutOfMemory` has the bytes that do not fit.
     pub fn new(model: &Arc<Model>, options: EngineOptions) -> Result<Arc<Self>> {
+        Self::with_progress(model, options, &mut |_, _| Ok(()))
+    }
+
+    /// As [`Self::new`], telling `progress` how many bytes of how many are on their way to a GPU; its error ends the call.
+    /// On the CPU, where weights are used in place, it is not called.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and those of `progress`.
+    pub fn with_progress(
+        model: &Arc<Model>,
+        mut options: EngineOptions,
+        progress: &mut dyn FnMut(u64, u64) -> Result<()>,
+    ) -> Result<Arc<Self>> {
         options.validate()?;
         let kv_format = options.kv_format();
         if options.numerics == Numerics::Exact && kv_format == KvFormat::Fp8 {
             bail!(InvalidArgument, "numerics exact has no fp8 cache: use kvquant, or a bf16 or f32 cache");
         }
         let cpu = Cpu::new(options.threads)?;
-        tracing::info!(
-            numerics = %options.numerics, cache = %kv_format, threads = cpu.pool.threads(), simd = cpu.simd.level().name(),
-            "engine ready on the CPU"
-        );
         // the small vectors are widened now, so that a step meets no page of them for the first time
         model.weights().prepare()?;
         let tables = Tables::new(model.config());
@@ -55,8 +75,16 @@ impl Engine {
         let layout = CacheLayout::new(model.config(), kv_format);
         let identity = identity(model, &options, &layout);
         let tiers = options.tiers.is_on().then(|| Tiers::new(options.tiers.clone(), identity)).transpose()?;
-        let cache = CacheManager::with_tiers(layout, options.cache_options(), context.as_bytes(), tiers);
-        Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables, cache }))
+        let device = Device::open(model, &options, &layout, progress)?;
+        let memory = device.memory();
+        let limit = memory.as_ref().map_or(options.cache_limit(), |memory| memory.len());
+        options.prefill_chunk = device.rows(options.prefill_chunk);
+        tracing::info!(
+            device = device.name(), numerics = %options.numerics, cache = %kv_format, threads = cpu.pool.threads(),
+            simd = cpu.simd.level().name(), "engine ready"
+        );
+        let cache = CacheManager::with_memory(layout, options.cache_options(limit), context.as_bytes(), tiers, memory);
+        Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables, device, cache }))
     }
 
     /// The model it runs.
@@ -122,12 +150,28 @@ impl Engine {
         self.model.checkpoint().check_sizes()?;
         let staged = cache.stage(tokens.len())?;
         let mut segments = [Segment { cache, staged, tokens }];
-        let trunk = self.trunk(Rounding::from(self.options.numerics));
-        let logits = self.cpu.pool.enter(|| trunk.step(&mut segments, rows, between, &mut Probe::off()))?;
+        let logits = self.run(&mut segments, rows, between)?;
         let [Segment { staged, .. }] = segments;
         cache.commit(staged);
         self.cache.count_computed(tokens.len());
         Ok(logits)
+    }
+
+    /// Takes the segments' tokens through the layers, on whichever device; they may be committed then.
+    fn run(
+        &self,
+        segments: &mut [Segment<'_>],
+        rows: LogitRows,
+        between: &mut (dyn FnMut(usize) -> Result<()> + Send),
+    ) -> Result<Vec<f32>> {
+        match &self.device {
+            Device::Cpu => {
+                let trunk = self.trunk(Rounding::from(self.options.numerics));
+                self.cpu.pool.enter(|| trunk.step(segments, rows, between, &mut Probe::off()))
+            }
+            #[cfg(feature = "cuda")]
+            Device::Gpu(gpu) => gpu.step(segments, rows, between),
+        }
     }
 
     fn trunk(&self, rounding: Rounding) -> Trunk<'_> {
@@ -137,6 +181,67 @@ impl Engine {
             rounding,
             cpu: &self.cpu,
             tables: &self.tables,
+        }
+    }
+}
+
+impl Device {
+    #[cfg(feature = "cuda")]
+    fn open(
+        model: &Arc<Model>,
+        options: &EngineOptions,
+        layout: &CacheLayout,
+        progress: &mut dyn FnMut(u64, u64) -> Result<()>,
+    ) -> Result<Self> {
+        match options.device {
+            DeviceChoice::Cpu => Ok(Self::Cpu),
+            DeviceChoice::Cuda(n) => {
+                Ok(Self::Gpu(Box::new(gpu::GpuEngine::open(n, model, options, layout, progress)?)))
+            }
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn open(
+        _: &Arc<Model>,
+        _: &EngineOptions,
+        _: &CacheLayout,
+        _: &mut dyn FnMut(u64, u64) -> Result<()>,
+    ) -> Result<Self> {
+        // validation has refused every other device
+        Ok(Self::Cpu)
+    }
+
+    /// Whether the host's processors run the layers.
+    fn is_cpu(&self) -> bool {
+        matches!(self, Self::Cpu)
+    }
+
+    /// Memory for pages; the host's if there is none.
+    fn memory(&self) -> Option<Arc<dyn PageMemory>> {
+        match self {
+            Self::Cpu => None,
+            #[cfg(feature = "cuda")]
+            Self::Gpu(gpu) => Some(gpu.memory()),
+        }
+    }
+
+    /// Most tokens of a step where `wanted` were asked for, 0 for the device's own.
+    fn rows(&self, wanted: usize) -> usize {
+        match self {
+            Self::Cpu if wanted == 0 => EngineOptions::CPU_PREFILL_CHUNK,
+            Self::Cpu => wanted,
+            #[cfg(feature = "cuda")]
+            Self::Gpu(gpu) => gpu.rows(),
+        }
+    }
+
+    /// Name for people.
+    fn name(&self) -> &str {
+        match self {
+            Self::Cpu => "cpu",
+            #[cfg(feature = "cuda")]
+            Self::Gpu(gpu) => gpu.name(),
         }
     }
 }

@@ -52,9 +52,14 @@ pub struct EngineOptions {
     pub device: DeviceChoice,
     /// Worker threads; 0 means one per available core.
     pub threads: usize,
-    /// Most tokens that go through the model at once, 1 to 65,536. More is faster and takes more memory.
+    /// Most tokens that go through the model at once, 1 to 65,536; 0 takes the device's own: 256 on the CPU, 2,048 on a
+    /// GPU. More is faster and takes more memory.
     pub prefill_chunk: usize,
-    /// Most bytes of cache pages, sessions and reusable prefixes together; 0 takes a quarter of the machine's memory.
+    /// Makes logits on a GPU independent of how tokens are cut into calls and chunks, to the last bit, as they always are
+    /// on the CPU: attention then sums in the order of decoding throughout, at most 64 tokens at a time. Prefill is slower.
+    pub batch_invariant: bool,
+    /// Most bytes of cache pages, sessions and reusable prefixes together; 0 takes a quarter of the machine's memory, or
+    /// half of what weights and step leave of a GPU's. A GPU's pages are allocated when the engine is made.
     pub cache_bytes: u64,
     /// Most bytes of checkpoints kept for prefix reuse, within `cache_bytes`; 0 takes a quarter of those.
     pub checkpoint_bytes: u64,
@@ -75,7 +80,8 @@ impl Default for EngineOptions {
             kv_format: None,
             device: DeviceChoice::Cpu,
             threads: 0,
-            prefill_chunk: 256,
+            prefill_chunk: 0,
+            batch_invariant: false,
             cache_bytes: 0,
             checkpoint_bytes: 0,
             checkpoints: CheckpointPolicy::Boundary,
@@ -89,6 +95,8 @@ impl Default for EngineOptions {
 impl EngineOptions {
     /// Most worker threads.
     pub const MAX_THREADS: usize = 1024;
+    /// Tokens of a prefill chunk on the CPU where the options leave it open.
+    pub(super) const CPU_PREFILL_CHUNK: usize = 256;
     /// Most tokens of a prefill chunk.
     pub const MAX_PREFILL_CHUNK: usize = 65_536;
 
@@ -112,8 +120,8 @@ impl EngineOptions {
         if self.threads > Self::MAX_THREADS {
             bail!(InvalidArgument, "threads is {}; at most {}", self.threads, Self::MAX_THREADS);
         }
-        if self.prefill_chunk == 0 || self.prefill_chunk > Self::MAX_PREFILL_CHUNK {
-            bail!(InvalidArgument, "prefill_chunk is {}; 1 to {}", self.prefill_chunk, Self::MAX_PREFILL_CHUNK);
+        if self.prefill_chunk > Self::MAX_PREFILL_CHUNK {
+            bail!(InvalidArgument, "prefill_chunk is {}; at most {}", self.prefill_chunk, Self::MAX_PREFILL_CHUNK);
         }
         if let CheckpointPolicy::Every(n) = self.checkpoints
             && (n == 0 || !n.is_multiple_of(BLOCK_TOKENS))
@@ -129,13 +137,12 @@ impl EngineOptions {
             if devices.len() <= n as usize {
                 bail!(Unavailable, "device cuda:{n} does not exist; this machine has {} CUDA devices", devices.len());
             }
-            bail!(Unsupported, "running on a GPU is not supported by this version; use device cpu");
         }
         Ok(())
     }
 
-    pub(super) fn cache_options(&self) -> CacheOptions {
-        let limit = self.cache_limit();
+    /// Limits and policies of a cache of at most `limit` bytes.
+    pub(super) fn cache_options(&self, limit: u64) -> CacheOptions {
         let checkpoint_limit = if self.checkpoint_bytes == 0 { limit / 4 } else { self.checkpoint_bytes.min(limit) };
         CacheOptions { limit, checkpoint_limit, policy: self.checkpoints, poison: self.poison_cache }
     }

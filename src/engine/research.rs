@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
-use crate::cache::{CacheLayout, CacheManager, CacheOptions, KvFormat, SequenceCache};
+use crate::cache::{BLOCK_TOKENS, Block, CacheLayout, CacheManager, CacheOptions, KvFormat, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::config::LayerKind;
 use crate::model::deepseek_v4::{LogitRows, Segment};
 
-use super::Engine;
+use super::{Device, Engine};
 
 pub use crate::model::Rounding;
 pub use crate::model::deepseek_v4::{Probe, Record};
@@ -34,8 +34,15 @@ impl Lab {
     }
 
     fn with(engine: &Arc<Engine>, rounding: Rounding, format: KvFormat) -> Result<Self> {
-        let layout = CacheLayout::new(engine.model().config(), format);
-        let manager = CacheManager::new(layout, CacheOptions::PRIVATE, b"");
+        let manager = if engine.device.is_cpu() {
+            CacheManager::new(CacheLayout::new(engine.model().config(), format), CacheOptions::PRIVATE, b"")
+        } else {
+            if rounding != Rounding::from(engine.options().numerics) {
+                bail!(Unsupported, "the GPU kernels have the rounding points of the engine's numerics only");
+            }
+            Arc::clone(&engine.cache)
+        };
+        let format = manager.layout().format;
         let layers = (0..engine.model().config().num_hidden_layers).map(|_| SequenceCache::new(&manager, 0));
         Ok(Self { engine: Arc::clone(engine), rounding, format, layers: layers.collect::<Result<_>>()?, manager })
     }
@@ -49,10 +56,17 @@ impl Lab {
     /// follow those the layer has seen, and returns the layer's output.
     pub fn run_layer(&mut self, layer: usize, streams: &[f32], ids: &[u32], probe: &mut Probe) -> Result<Vec<f32>> {
         self.check(layer, streams, ids)?;
-        let trunk = self.engine.trunk(self.rounding);
         let cache = &mut self.layers[layer];
         let staged = cache.stage(ids.len())?;
         let mut segments = [Segment { cache, staged, tokens: ids }];
+        #[cfg(feature = "cuda")]
+        if let Device::Gpu(gpu) = &self.engine.device {
+            let out = gpu.layer(layer, streams, &mut segments, probe)?;
+            let [Segment { staged, .. }] = segments;
+            self.layers[layer].commit(staged);
+            return Ok(out);
+        }
+        let trunk = self.engine.trunk(self.rounding);
         let step = trunk.context(&segments)?;
         let out = trunk.layer(layer, streams, &step, &mut segments, probe)?;
         let [Segment { staged, .. }] = segments;
@@ -63,35 +77,53 @@ impl Lab {
     /// Runs the feed-forward half of layer `layer` on `streams` `[n, hc_mult, hidden_size]`.
     pub fn run_ffn_half(&self, layer: usize, streams: &[f32], ids: &[u32], probe: &mut Probe) -> Result<Vec<f32>> {
         self.check(layer, streams, ids)?;
+        #[cfg(feature = "cuda")]
+        if let Device::Gpu(gpu) = &self.engine.device {
+            return self.on_nothing(ids, |segments| gpu.ffn_half(layer, streams, segments, probe));
+        }
         self.engine.trunk(self.rounding).ffn_half(layer, streams, ids, probe)
     }
 
     /// Embedding of `ids`, repeated for each stream: the input of layer 0.
     pub fn embed(&self, ids: &[u32]) -> Result<Vec<f32>> {
+        #[cfg(feature = "cuda")]
+        if let Device::Gpu(gpu) = &self.engine.device {
+            return self.on_nothing(ids, |segments| gpu.embed(segments));
+        }
         self.engine.trunk(self.rounding).embed(ids)
     }
 
     /// Final streams to logits of every row.
     pub fn head(&self, streams: &[f32], ids: &[u32], probe: &mut Probe) -> Result<Vec<f32>> {
+        #[cfg(feature = "cuda")]
+        if let Device::Gpu(gpu) = &self.engine.device {
+            return self.on_nothing(ids, |segments| gpu.head(streams, segments, probe));
+        }
         let trunk = self.engine.trunk(self.rounding);
-        let cache = SequenceCache::new(&self.manager, 0)?;
-        let mut empty = SequenceCache::new(&self.manager, 0)?;
-        let segments = [Segment { cache: &cache, staged: empty.stage(ids.len())?, tokens: ids }];
-        let step = trunk.context(&segments)?;
-        trunk.head(streams, &step, LogitRows::All, probe)
+        self.on_nothing(ids, |segments| {
+            let step = trunk.context(segments)?;
+            trunk.head(streams, &step, LogitRows::All, probe)
+        })
+    }
+
+    /// Calls `work` with a step of `ids` on an empty sequence.
+    fn on_nothing<T>(&self, ids: &[u32], work: impl FnOnce(&mut [Segment<'_>]) -> Result<T>) -> Result<T> {
+        let mut cache = SequenceCache::new(&self.manager, 0)?;
+        let staged = cache.stage(ids.len())?;
+        work(&mut [Segment { cache: &cache, staged, tokens: ids }])
     }
 
     /// Decoded compressed entries `[count, head_dim]` of `layer`; none in a layer that keeps none.
-    pub fn entries(&mut self, layer: usize) -> Result<Vec<f32>> {
+    pub fn entries(&self, layer: usize) -> Result<Vec<f32>> {
         self.decoded(layer, false)
     }
 
     /// Decoded index keys `[count, index_head_dim]` of `layer`; none in a layer without an indexer.
-    pub fn index_keys(&mut self, layer: usize) -> Result<Vec<f32>> {
+    pub fn index_keys(&self, layer: usize) -> Result<Vec<f32>> {
         self.decoded(layer, true)
     }
 
-    fn decoded(&mut self, layer: usize, keys: bool) -> Result<Vec<f32>> {
+    fn decoded(&self, layer: usize, keys: bool) -> Result<Vec<f32>> {
         let Some(cache) = self.layers.get(layer) else {
             bail!(InvalidArgument, "layer is {layer}; the model has {}", self.layers.len());
         };
@@ -99,15 +131,18 @@ impl Lab {
         if kind == LayerKind::Window || keys && kind != LayerKind::C4a {
             return Ok(Vec::new());
         }
-        let staged = self.layers[layer].stage(0)?;
-        let cache = &self.layers[layer];
         let layout = cache.layout();
-        let view = cache.view(layer, &staged);
-        let (ratio, dim) = (layout.layers[layer].kind.ratio(), if keys { layout.index_dim } else { layout.head_dim });
-        let count = cache.len().checked_div(ratio).unwrap_or(0);
-        let mut out = vec![0.0; count * dim];
-        for (j, out) in out.chunks_exact_mut(dim).enumerate() {
-            if keys { layout.decode_key(view.key(j), out) } else { layout.decode_row(view.entry(j), out) }
+        let (ratio, dim) = (kind.ratio(), if keys { layout.index_dim } else { layout.head_dim });
+        let bytes = if keys { layout.key_bytes() } else { layout.row_bytes() };
+        let mut out = vec![0.0; cache.len() / ratio * dim];
+        let mut rows = out.chunks_exact_mut(dim);
+        let tail = cache.tail().map(|tail| (tail, cache.len() % BLOCK_TOKENS));
+        let full = cache.full_blocks().iter().map(|block| (&**block, BLOCK_TOKENS));
+        for (block, tokens) in full.chain(tail) {
+            for stored in layer_bytes(block, layout, layer, tokens, keys)?.chunks_exact(bytes) {
+                let Some(out) = rows.next() else { break };
+                if keys { layout.decode_key(stored, out) } else { layout.decode_row(stored, out) }
+            }
         }
         Ok(out)
     }
@@ -134,6 +169,28 @@ impl Lab {
     }
 }
 
+/// Stored entries or index keys of one layer of a block.
+fn layer_bytes(block: &Block, layout: &CacheLayout, layer: usize, tokens: usize, keys: bool) -> Result<Vec<u8>> {
+    // an export hands over what each layer has: entries, then keys
+    let mut parts = Vec::new();
+    for (i, l) in layout.layers.iter().enumerate() {
+        if l.kind != LayerKind::Window {
+            parts.push((i, false));
+        }
+        if l.kind == LayerKind::C4a {
+            parts.push((i, true));
+        }
+    }
+    let (mut parts, mut found) = (parts.into_iter(), Vec::new());
+    block.export(layout, tokens, &mut |bytes| {
+        if parts.next() == Some((layer, keys)) {
+            found = bytes.to_vec();
+        }
+        Ok(())
+    })?;
+    Ok(found)
+}
+
 /// Streams after each layer and the logits of all positions.
 pub struct Trace {
     /// `[layers][n, hc_mult, hidden_size]`.
@@ -151,21 +208,55 @@ pub fn trace(engine: &Arc<Engine>, ids: &[u32], chunk: usize) -> Result<Trace> {
     if let Some(i) = ids.iter().position(|&id| id as usize >= c.vocab_size) {
         bail!(InvalidArgument, "token {i} has id {}; the vocabulary has {} ids", ids[i], c.vocab_size);
     }
-    let trunk = engine.trunk(Rounding::from(engine.options().numerics));
     let mut cache = engine.new_cache(0)?;
     let mut trace = Trace { streams: vec![Vec::new(); c.num_hidden_layers], logits: Vec::new() };
     for tokens in ids.chunks(chunk) {
         let staged = cache.stage(tokens.len())?;
         let mut segments = [Segment { cache: &cache, staged, tokens }];
-        let step = trunk.context(&segments)?;
-        let mut x = trunk.embed(tokens)?;
-        for (layer, kept) in trace.streams.iter_mut().enumerate() {
-            x = trunk.layer(layer, &x, &step, &mut segments, &mut Probe::off())?;
-            kept.extend_from_slice(&x);
-        }
-        trace.logits.extend(trunk.head(&x, &step, LogitRows::All, &mut Probe::off())?);
+        trace_chunk(engine, &mut segments, &mut trace)?;
         let [Segment { staged, .. }] = segments;
         cache.commit(staged);
     }
     Ok(trace)
+}
+
+fn trace_chunk(engine: &Engine, segments: &mut [Segment<'_>], trace: &mut Trace) -> Result<()> {
+    let Trace { streams, logits } = trace;
+    #[cfg(feature = "cuda")]
+    if let Device::Gpu(gpu) = &engine.device {
+        logits.extend(gpu.trace(segments, &mut |layer, x| streams[layer].extend_from_slice(x))?);
+        return Ok(());
+    }
+    let trunk = engine.trunk(Rounding::from(engine.options().numerics));
+    let step = trunk.context(segments)?;
+    let mut x = trunk.embed(segments[0].tokens)?;
+    for (layer, kept) in streams.iter_mut().enumerate() {
+        x = trunk.layer(layer, &x, &step, segments, &mut Probe::off())?;
+        kept.extend_from_slice(&x);
+    }
+    logits.extend(trunk.head(&x, &step, LogitRows::All, &mut Probe::off())?);
+    Ok(())
+}
+
+/// Takes the prompts through the model as one step, each a sequence of its own, and then one token more of each, the
+/// likeliest: the logits `[prompts, vocab]` behind that.
+pub fn batch(engine: &Arc<Engine>, prompts: &[&[u32]]) -> Result<Vec<Vec<f32>>> {
+    let vocab = engine.model().config().vocab_size;
+    let mut caches = (0..prompts.len()).map(|_| engine.new_cache(0)).collect::<Result<Vec<_>>>()?;
+    let mut step = |tokens: &[&[u32]]| {
+        let mut segments = Vec::new();
+        for (cache, tokens) in caches.iter_mut().zip(tokens) {
+            let staged = cache.stage(tokens.len())?;
+            segments.push(Segment { cache, staged, tokens });
+        }
+        let logits = engine.run(&mut segments, LogitRows::Last, &mut |_| Ok(()))?;
+        let staged: Vec<_> = segments.into_iter().map(|s| s.staged).collect();
+        caches.iter_mut().zip(staged).for_each(|(cache, staged)| cache.commit(staged));
+        Ok::<_, crate::Error>(logits)
+    };
+    let first = step(prompts)?;
+    let best = |row: &[f32]| [(0..vocab).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap_or(0) as u32];
+    let tokens: Vec<[u32; 1]> = first.chunks_exact(vocab).map(best).collect();
+    let tokens: Vec<&[u32]> = tokens.iter().map(|t| &t[..]).collect();
+    Ok(step(&tokens)?.chunks_exact(vocab).map(<[f32]>::to_vec).collect())
 }

@@ -115,11 +115,13 @@ pub struct dsv4_engine_options {
     /// Worker threads, at most 1024; 0, the default, is one per available core. They belong to the engine and end with
     /// it; 1 starts none and works on the calling thread.
     pub threads: u32,
-    /// Most tokens that go through the model at once, 1 to 65536; 256 by default. More is faster and takes more memory,
-    /// and a call is cancelled within one layer of one such chunk.
+    /// Most tokens that go through the model at once, at most 65536; 0, the default, is 256 on the CPU and 2048 on a GPU.
+    /// More is faster and takes more memory, and a call is cancelled within one such chunk, on the CPU within one layer
+    /// of it.
     pub prefill_chunk: u32,
     /// Most bytes of the cache, for sessions and reusable prompt beginnings together; 0, the default, is a quarter of the
-    /// machine's memory. Memory is taken as it fills; at the limit, beginnings that no session uses are dropped, the
+    /// machine's memory, or half of what weights and steps leave of a GPU's. Memory is taken as it fills, on a GPU when
+    /// the engine is made; at the limit, beginnings that no session uses are dropped, the
     /// longest unused first, and when all is in use calls fail with `NO_BLOCKS`.
     pub cache_bytes: u64,
     /// Most bytes of checkpoints, within `cache_bytes`; 0, the default, is a quarter of those.
@@ -153,6 +155,11 @@ pub struct dsv4_engine_options {
     pub tier_timeout_ms: u32,
     /// 1 fills freed cache memory with NaN, so that a defect shows as `NUMERIC`; slower. 0 is the default.
     pub poison_cache: i32,
+    /// 1 makes logits on a GPU independent of how tokens are cut into calls, chunks and batches, to the last bit, as they
+    /// always are on the CPU; prefill is slower. 0 is the default.
+    pub batch_invariant: i32,
+    /// 0.
+    pub reserved: i32,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -184,6 +191,8 @@ impl Options for dsv4_engine_options {
             prefetch_depth: rust.tiers.prefetch_depth as u32,
             tier_timeout_ms: rust.tiers.timeout.as_millis() as u32,
             poison_cache: 0,
+            batch_invariant: 0,
+            reserved: 0,
         }
     }
 }
@@ -223,8 +232,10 @@ pub unsafe extern "C" fn dsv4_engine_options_init_sized(options: *mut dsv4_engin
 
 /// Makes an engine on `model`. `options` may be NULL. `*out` receives the engine, to be freed with `dsv4_engine_free`.
 ///
+/// On a GPU the weights are uploaded during the call, as the checkpoint stores them.
+///
 /// Errors: `INVALID_ARGUMENT` for an option out of range; `UNAVAILABLE` for a device that is not there and
-/// `UNSUPPORTED` for one that this version cannot run on; `IO` for a folder of the disk tier that cannot be made or read;
+/// `UNSUPPORTED` for what it cannot run (too old a device, numerics `EXACT`, another cache than FP8); `IO` for a folder of the disk tier that cannot be made or read;
 /// `OUT_OF_MEMORY`.
 #[unsafe(no_mangle)]
 #[must_use]
@@ -321,6 +332,7 @@ pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions
         // SAFETY: by the contract above.
         tiers: unsafe { tiers(options) }?,
         poison_cache: flag(options.poison_cache, "poison_cache")?,
+        batch_invariant: flag(options.batch_invariant, "batch_invariant")?,
     })
 }
 

@@ -11,9 +11,22 @@ pub fn engine(folder: &Path, numerics: Numerics) -> Arc<Engine> {
     engine_with(folder, EngineOptions { numerics, threads: 2, ..EngineOptions::default() })
 }
 
+/// Where tests run engines that they do not care about: on the device that `DSV4_TEST_DEVICE` names, with one order of all
+/// sums, so that results can be compared bit for bit as on the CPU.
+pub fn on_device(mut options: EngineOptions) -> EngineOptions {
+    if let Ok(device) = std::env::var("DSV4_TEST_DEVICE") {
+        options.device = device.parse().expect("DSV4_TEST_DEVICE is cpu, cuda or cuda:N");
+        options.batch_invariant = true;
+        if options.cache_bytes == 0 {
+            options.cache_bytes = 128 << 20;
+        }
+    }
+    options
+}
+
 pub fn engine_with(folder: &Path, options: EngineOptions) -> Arc<Engine> {
     let model = Model::open(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
-    Engine::new(&model, options).unwrap_or_else(|e| panic!("{}: {e}", folder.display()))
+    Engine::new(&model, on_device(options)).unwrap_or_else(|e| panic!("{}: {e}", folder.display()))
 }
 
 /// A session with room for `context` tokens.

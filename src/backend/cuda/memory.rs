@@ -85,6 +85,20 @@ impl Arena {
         self.used = 0;
     }
 
+    /// Pieces for two purposes that are never in use at the same time, at the same place.
+    pub(crate) fn overlap<A, B>(
+        &mut self,
+        one: impl FnOnce(&mut Self) -> Result<A>,
+        other: impl FnOnce(&mut Self) -> Result<B>,
+    ) -> Result<(A, B)> {
+        let start = self.used;
+        let one = one(self)?;
+        let end = std::mem::replace(&mut self.used, start);
+        let other = other(self)?;
+        self.used = self.used.max(end);
+        Ok((one, other))
+    }
+
     /// `len` values for `what`, with undefined content.
     ///
     /// # Errors
@@ -129,7 +143,7 @@ impl<T> Clone for Buffer<T> {
 
 impl<T: Plain> Buffer<T> {
     /// Device address, for kernel parameters.
-    pub(super) fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.address
     }
 
@@ -146,6 +160,19 @@ impl<T: Plain> Buffer<T> {
     /// The same memory as bytes.
     pub(crate) fn as_bytes(&self) -> Buffer<u8> {
         Buffer { address: self.address, len: self.bytes(), block: Arc::clone(&self.block), of: PhantomData }
+    }
+
+    /// The same memory as values of another type.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it is no whole number of them, or not aligned for them.
+    pub(crate) fn cast<U: Plain>(&self) -> Result<Buffer<U>> {
+        let size = size_of::<U>();
+        if !self.bytes().is_multiple_of(size) || !self.address.is_multiple_of(align_of::<U>() as u64) {
+            bail!(InvalidArgument, "a device buffer of {} bytes as values of {size}", self.bytes());
+        }
+        let len = self.bytes() / size;
+        Ok(Buffer { address: self.address, len, block: Arc::clone(&self.block), of: PhantomData })
     }
 
     /// The same length at an address where nothing is, to plant a fault.

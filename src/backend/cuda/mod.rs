@@ -35,15 +35,15 @@
 //!   products do it. Only attention has two orders, one for decode (`Split`) and one for prefill (`Whole`).
 
 mod check;
-mod device;
+pub(crate) mod device;
 mod driver;
 mod kernels;
-mod memory;
+pub(crate) mod memory;
 mod nvrtc;
-mod ops;
-mod pages;
-mod stream;
-mod upload;
+pub(crate) mod ops;
+pub(crate) mod pages;
+pub(crate) mod stream;
+pub(crate) mod upload;
 
 pub use check::{Check, SelfTestOptions, Timing, self_test, timings};
 pub use driver::devices;

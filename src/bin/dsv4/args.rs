@@ -22,7 +22,7 @@ use crate::number::{between, whole};
 use crate::output::note;
 
 /// Bounds of `--chunk`, the engine's own.
-const CHUNKS: [u64; 2] = [1, EngineOptions::MAX_PREFILL_CHUNK as u64];
+const CHUNKS: [u64; 2] = [0, EngineOptions::MAX_PREFILL_CHUNK as u64];
 const THREADS: [u64; 2] = [0, EngineOptions::MAX_THREADS as u64];
 
 /// How the model runs.
@@ -38,7 +38,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "FORMAT")]
     kv: Option<KvFormat>,
 
-    /// Where to run: cpu (GPUs are listed, running on them comes later)
+    /// Where to run: cpu, cuda or cuda:N (`dsv4 info` lists the devices)
     #[arg(long, default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
 
@@ -46,10 +46,14 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = between(THREADS))]
     threads: u64,
 
-    /// Most prompt tokens taken through the model at once; more is faster and takes more memory
-    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().prefill_chunk as u64,
-          value_parser = between(CHUNKS))]
+    /// Most prompt tokens taken through the model at once; more is faster and takes more memory; 0 is the device's own (256
+    /// on the CPU, 2048 on a GPU)
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = between(CHUNKS))]
     pub(crate) chunk: u64,
+
+    /// Logits on a GPU do not depend on how tokens are cut into chunks, to the last bit; slower prefill
+    #[arg(long)]
+    batch_invariant: bool,
 
     #[command(flatten)]
     cache: CacheArgs,
@@ -182,6 +186,7 @@ impl EngineArgs {
             device: self.device,
             threads: self.threads as usize,
             prefill_chunk: self.chunk as usize,
+            batch_invariant: self.batch_invariant,
             cache_bytes: self.cache.cache_bytes,
             checkpoint_bytes: self.cache.checkpoint_bytes,
             checkpoints: self.cache.checkpoints,

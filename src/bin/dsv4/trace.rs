@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Args) -> Result {
     let out = OutFile::check(&args.out, &[&args.tokens], &args.model)?;
     let ids = read_ids(&args.tokens)?;
     let engine = args.engine.open(&args.model)?;
-    let trace = research::trace(&engine, &ids, args.engine.chunk as usize)?;
+    let trace = research::trace(&engine, &ids, engine.options().prefill_chunk)?;
     let config = engine.model().config();
     let shape = [ids.len(), config.hc_mult, config.hidden_size];
     let mut tensors: Tensors<'_> =

@@ -156,18 +156,7 @@ impl<'a> Trunk<'a> {
         probe.record(layer, "streams_mid", &[step.rows(), self.config.hc_mult, self.config.hidden_size], &x);
         let x = self.ffn_half(layer, &x, &step.ids, probe)?;
         probe.record(layer, "streams", &[step.rows(), self.config.hc_mult, self.config.hidden_size], &x);
-        if let Some(bad) = x.iter().position(|v| !v.is_finite()) {
-            let row = bad / (self.config.hc_mult * self.config.hidden_size);
-            let segment = step.bounds.partition_point(|&bound| bound <= row) - 1;
-            let position = segments[segment].staged.start + row - step.bounds[segment];
-            bail!(
-                Numeric,
-                "activations are not finite after layer {layer}: the first is {} at position {position} (token {}); \
-                 `dsv4 verify --scan` tells whether weights are not finite",
-                x[bad],
-                step.ids[row]
-            );
-        }
+        finite_streams(layer, &x, self.config, segments)?;
         Ok(x)
     }
 
@@ -181,4 +170,42 @@ impl<'a> Trunk<'a> {
         debug_assert!(self.config.hc_mult <= MAX_STREAMS, "checked when the config was read");
         HyperParams { streams: self.config.hc_mult, iterations: self.config.hc_sinkhorn_iters, eps: self.config.hc_eps }
     }
+}
+
+/// Checks the streams `[rows, streams, D]` of the segments' tokens behind `layer`.
+///
+/// # Errors
+/// `Numeric`, naming the layer, the position and the token of the first value that is not finite.
+pub(crate) fn finite_streams(layer: usize, x: &[f32], config: &Config, segments: &[Segment<'_>]) -> Result<()> {
+    let Some(bad) = x.iter().position(|v| !v.is_finite()) else { return Ok(()) };
+    let row = bad / (config.hc_mult * config.hidden_size);
+    let mut first = 0;
+    for s in segments {
+        if let Some(token) = s.tokens.get(row - first) {
+            bail!(
+                Numeric,
+                "activations are not finite after layer {layer}: the first is {} at position {} (token {token}); \
+                 `dsv4 verify --scan` tells whether weights are not finite",
+                x[bad],
+                s.staged.start + row - first
+            );
+        }
+        first += s.tokens.len();
+    }
+    bail!(Numeric, "activations are not finite after layer {layer}: value {bad} is {}", x[bad])
+}
+
+/// Checks logits `[rows.len(), vocab]` of `rows` of a step.
+///
+/// # Errors
+/// `Numeric`, naming the token and the row of the first that is not finite.
+pub(crate) fn finite_logits(logits: &[f32], vocab: usize, mut rows: impl Iterator<Item = usize>) -> Result<()> {
+    let Some(bad) = logits.iter().position(|v| !v.is_finite()) else { return Ok(()) };
+    let row = rows.nth(bad / vocab).unwrap_or(bad / vocab);
+    bail!(
+        Numeric,
+        "logit of token {} is {} (row {row} of the step); `dsv4 verify --scan` tells whether weights are not finite",
+        bad % vocab,
+        logits[bad]
+    )
 }

@@ -5,11 +5,11 @@ use crate::alloc;
 use crate::backend::cpu::hyper::{self, Mix};
 use crate::backend::cpu::linear::Job;
 use crate::backend::cpu::norm::{inverse_rms, rms_norm};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::model::weights::HyperWeights;
 use crate::tensor::format::bf16_value;
 
-use super::{LogitRows, Probe, StepContext, Trunk};
+use super::{LogitRows, Probe, StepContext, Trunk, finite_logits};
 
 impl Trunk<'_> {
     /// Embedding rows of `ids`, repeated for each stream: `[rows, streams, D]`.
@@ -111,17 +111,7 @@ impl Trunk<'_> {
         let vocab = self.config.vocab_size;
         let mut logits = alloc::vec_f32("logits", wanted.len() * vocab)?;
         self.cpu.linear(&mut [Job::new(self.weights.head.ready()?, &hidden, &mut logits)])?;
-        if let Some(bad) = logits.iter().position(|v| !v.is_finite()) {
-            return Err(Error::new(
-                ErrorKind::Numeric,
-                format!(
-                    "logit of token {} is {} (row {} of the step); `dsv4 verify --scan` tells whether weights are not finite",
-                    bad % vocab,
-                    logits[bad],
-                    wanted[bad / vocab]
-                ),
-            ));
-        }
+        finite_logits(&logits, vocab, wanted.iter().copied())?;
         Ok(logits)
     }
 }

@@ -92,6 +92,7 @@ const GROUPS: &[(&str, Group)] = &[
     ("swiglu", experts::swiglu),
     ("combine", experts::combine),
     ("chain", experts::chain),
+    ("watch", sequence::watch),
     ("insert", sequence::insert),
     ("compress", sequence::compress),
     ("indexer", sequence::indexer),

@@ -8,6 +8,7 @@ use crate::backend::cpu::norm::{head_norm, rms_norm, store_bf16};
 use crate::backend::cuda::memory::Buffer;
 use crate::backend::cuda::ops::{
     self, Compress, Compressor, GROUP_ROWS, Group, HEAD_DIM, INDEX_DIM, IndexQuery, Insert, ROW_BYTES, Scores, TopK,
+    WindowCommit,
 };
 use crate::error::Result;
 use crate::model::config::LayerKind;
@@ -61,21 +62,51 @@ pub(super) fn insert(lab: &mut Lab<'_>) -> Result<()> {
     commit(lab)
 }
 
-/// The last rows of each sequence reach their ring slots and nothing else changes.
+/// The last rows of each sequence and layer reach their ring slots and nothing else changes; nothing does after a bad step.
 fn commit(lab: &mut Lab<'_>) -> Result<()> {
+    let layers = 3;
     for (window, parts) in [(128usize, &[(0, 1), (120, 300), (700, 128)][..]), (16, &[(3, 20), (100, 1)])] {
         let step = Step::new(lab, parts)?;
-        let staged = lab.bytes(step.len() * ROW_BYTES);
-        let mut ring = Table::new(lab, parts.len(), window.div_ceil(64), WIDE);
-        let on_device = ring.put(lab)?;
+        let staged = lab.bytes(layers * step.len() * ROW_BYTES);
+        let mut rings = Table::new(lab, layers * parts.len(), window.div_ceil(64), WIDE);
+        let on_device = rings.put(lab)?;
         let d_staged = lab.put(&staged)?;
-        ops::window_commit(&lab.stream, &d_staged, &ring.pages(&on_device), &step.d_sequences, window)?;
-        for (row, &(s, position)) in step.rows.iter().enumerate() {
-            ring.set(s, position % window, 64, &staged[row * ROW_BYTES..][..ROW_BYTES]);
+        for bad in [1, 0] {
+            let flag = lab.put(&[bad])?;
+            let a = WindowCommit {
+                staged: &d_staged,
+                ring: rings.pages(&on_device),
+                layers,
+                sequences: &step.d_sequences,
+                bad: &flag,
+                window,
+            };
+            ops::window_commit(&lab.stream, &a)?;
+            for (i, row) in staged.chunks_exact(ROW_BYTES).enumerate().filter(|_| bad == 0) {
+                let (layer, (s, position)) = (i / step.len(), step.rows[i % step.len()]);
+                rings.set(layer * parts.len() + s, position % window, 64, row);
+            }
+            let got = lab.get(&on_device.0)?;
+            let wrong = got.iter().zip(&rings.memory).filter(|(g, w)| g != w).count();
+            let shape = format!("window {window}, {} sequences{}", parts.len(), if bad == 0 { "" } else { ", bad" });
+            lab.report("window_commit", shape, wrong as f64, 0.0);
         }
-        let got = lab.get(&on_device.0)?;
-        let wrong = got.iter().zip(&ring.memory).filter(|(g, w)| g != w).count();
-        lab.report("window_commit", format!("window {window}, {} sequences", parts.len()), wrong as f64, 0.0);
+    }
+    Ok(())
+}
+
+/// The flag is raised by one value that is not finite, wherever it is, and by nothing else.
+pub(super) fn watch(lab: &mut Lab<'_>) -> Result<()> {
+    let values = lab.normal_bf16(8 * 1001, 1e30);
+    for (at, planted) in [(None, 0.0), (Some(0), f32::NAN), (Some(8007), f32::INFINITY), (Some(4097), f32::NEG_INFINITY)] {
+        let mut values = values.clone();
+        if let Some(at) = at {
+            values[at] = planted;
+        }
+        let (x, flag) = (lab.put_bf16(&values)?, lab.put(&[0u32])?);
+        ops::watch(&lab.stream, &x, &flag)?;
+        let wrong = lab.get(&flag)?[0] != u32::from(at.is_some());
+        lab.report("watch", format!("{planted} at {at:?}"), f64::from(wrong), 0.0);
     }
     Ok(())
 }

@@ -118,37 +118,53 @@ pub(crate) fn insert(stream: &Stream, a: &Insert<'_>) -> Result<()> {
     unsafe { stream.launch(kernel, launch, &params) }
 }
 
+/// Arguments of [`window_commit`].
+pub(crate) struct WindowCommit<'a> {
+    /// `[layers, rows, ROW_BYTES]`.
+    pub(crate) staged: &'a Buffer<u8>,
+    /// Rings of all layers; the table is `[layers, sequences, pitch]`.
+    pub(crate) ring: Pages<'a>,
+    pub(crate) layers: usize,
+    /// They lie within the rows.
+    pub(crate) sequences: &'a Buffer<Sequence>,
+    /// `[1]`: if it is not 0, nothing is moved.
+    pub(crate) bad: &'a Buffer<u32>,
+    pub(crate) window: usize,
+}
+
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct CommitParams {
     staged: u64,
     ring: RawPages,
     sequences: u64,
+    bad: u64,
+    staged_bytes: u64,
+    ring_ids: u32,
     window: u32,
-    pad: u32,
 }
 // SAFETY: mirrors `CommitParams`.
 unsafe impl Params for CommitParams {}
 
-/// Moves the last staged rows of each sequence into its ring; `sequences` lie within the staged rows.
-pub(crate) fn window_commit(
-    stream: &Stream,
-    staged: &Buffer<u8>,
-    ring: &Pages<'_>,
-    sequences: &Buffer<Sequence>,
-    window: usize,
-) -> Result<()> {
-    multiple("the staged window rows", staged.len(), ROW_BYTES)?;
+/// Moves the last staged rows of each sequence into its rings.
+pub(crate) fn window_commit(stream: &Stream, a: &WindowCommit<'_>) -> Result<()> {
+    let (layers, sequences) = (a.layers.max(1), a.sequences.len());
+    multiple("the staged window rows", a.staged.len(), layers * ROW_BYTES)?;
+    exact("the flag of a step", a.bad, 1)?;
+    let staged_bytes = a.staged.len() / layers;
     let params = CommitParams {
-        staged: staged.address(),
-        ring: ring.raw("the window ring", sequences.len(), window.div_ceil(64))?,
-        sequences: sequences.address(),
-        window: word("sliding_window", window)?,
-        pad: 0,
+        staged: a.staged.address(),
+        ring: a.ring.raw("the window rings", layers * sequences, a.window.div_ceil(64))?,
+        sequences: a.sequences.address(),
+        bad: a.bad.address(),
+        staged_bytes: staged_bytes as u64,
+        ring_ids: word("ring pages of a layer", sequences * a.ring.pitch)?,
+        window: word("sliding_window", a.window)?,
     };
     let kernel = stream.gpu().kernel("window_commit")?;
-    // SAFETY: sizes checked above; the sequences' rows are the caller's promise.
-    unsafe { stream.launch(kernel, Launch { grid: [window, sequences.len(), 1], block: 96, shared: 0 }, &params) }
+    let grid = [a.window.min(staged_bytes / ROW_BYTES), sequences, layers];
+    // SAFETY: sizes checked above; the sequences' rows and the page ids are the caller's promise.
+    unsafe { stream.launch(kernel, Launch { grid, block: 96, shared: 0 }, &params) }
 }
 
 /// Which compressor.
@@ -181,6 +197,11 @@ impl Compressor {
     /// float32 values of the state.
     pub(crate) const fn state_len(self) -> usize {
         if matches!(self, Self::Main128) { 3 * HEAD_DIM } else { 24 * self.dim() }
+    }
+
+    /// Pages of the state.
+    pub(crate) const fn state_pages(self) -> usize {
+        (4 * self.state_len()).div_ceil(self.page_bytes())
     }
 
     /// Entries of a page.
@@ -247,7 +268,7 @@ pub(crate) fn compress(stream: &Stream, a: &Compress<'_>) -> Result<()> {
     exact("the entries' rotations", a.turns, rows * (ROPE_DIM / 2))?;
     let count = a.sequences.len();
     at_least("the rows of a step", a.sequence, count)?;
-    let state_pages = (4 * kind.state_len()).div_ceil(kind.page_bytes());
+    let state_pages = kind.state_pages();
     for pages in [&a.entries, &a.state, &a.fresh] {
         if pages.page_bytes != kind.page_bytes() {
             bail!(InvalidArgument, "pages of {} bytes for a {kind:?} compressor", pages.page_bytes);

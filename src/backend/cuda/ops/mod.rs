@@ -12,7 +12,7 @@ mod moe;
 mod norm;
 
 pub(crate) use attention::{Attention, Entries, Path as AttentionPath, attend};
-pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, compress, insert, window_commit};
+pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
 pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
 pub(crate) use indexer::{
     GROUP_ROWS, Group, IndexQuery, Scores, TopK, argmax, index_query, scores, top_k, top_k_parts,
@@ -21,7 +21,7 @@ pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
 pub(crate) use moe::{
     ExpertFormat, Experts, Grouping, Product, Route, Routing, combine, expert_product, group, route, swiglu,
 };
-pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations};
+pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations, watch};
 
 use super::memory::{Buffer, Plain};
 use super::stream::{Launch, Params};

@@ -125,6 +125,28 @@ pub(crate) fn quantise(stream: &Stream, x: &Buffer<u16>, out: &Buffer<u16>) -> R
 
 #[derive(Clone, Copy)]
 #[repr(C)]
+struct WatchParams {
+    x: u64,
+    bad: u64,
+    count: u64,
+}
+// SAFETY: mirrors `WatchParams`.
+unsafe impl Params for WatchParams {}
+
+/// Sets `bad` `[1]` to 1 if a value of `x` is NaN or infinite; leaves it alone otherwise.
+pub(crate) fn watch(stream: &Stream, x: &Buffer<u16>, bad: &Buffer<u32>) -> Result<()> {
+    exact("the flag of a step", bad, 1)?;
+    if x.len() > 0 {
+        multiple("the number of watched values", x.len(), 8)?;
+    }
+    let params = WatchParams { x: x.address(), bad: bad.address(), count: x.len() as u64 };
+    let kernel = stream.gpu().kernel("watch")?;
+    // SAFETY: sizes checked above.
+    unsafe { stream.launch(kernel, rows(x.len().div_ceil(8 * 256), 256), &params) }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
 struct RotationParams {
     positions: u64,
     plain: u64,

@@ -1,0 +1,59 @@
+//! The mixture-of-experts half of a layer on the device: `model/deepseek_v4/ffn.rs` with the backend's operations.
+
+use super::step::Run;
+use super::weights::Route as Routing;
+use crate::backend::cuda::memory::Buffer;
+use crate::backend::cuda::ops::{self, Experts, Job, Output, Product, Route, Weight};
+use crate::error::Result;
+
+impl Run<'_> {
+    /// `scratch.output` from `scratch.input` and its quantised copy.
+    pub(super) fn ffn(&self, layer: usize) -> Result<()> {
+        let (c, w, b) = (self.config, &self.weights.layers[layer].ffn, &self.scratch.ffn);
+        let (d, inter, top_k, rows) = (c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok, self.rows);
+        let (plain, x, workspace) = (&self.scratch.input, self.quantised_input(), Some(&self.scratch.workspace));
+        let [w1, w2, w3] = &w.shared;
+
+        let job = |weight, rows, x, y, y_stride| Job { weight, first_row: 0, rows, cols: d, x, x_stride: d, y, y_stride };
+        let half = |i: usize| b.shared_gate_up.slice(i * inter..b.shared_gate_up.len()).map(Output::Bf16);
+        let jobs = [
+            job(&w.gate, c.n_routed_experts, plain, Output::F32(b.logits.clone()), c.n_routed_experts),
+            job(w1, inter, x, half(0)?, 2 * inter),
+            job(w3, inter, x, half(1)?, 2 * inter),
+        ];
+        ops::linear(self.stream, &jobs, rows, workspace)?;
+
+        let tokens = self.tables.ids()?;
+        let routing = match &w.routing {
+            Routing::Bias(bias) => ops::Routing::Bias(bias),
+            Routing::Hash(table) => ops::Routing::Hash { table, tokens: &tokens },
+        };
+        let route = Route {
+            logits: &b.logits,
+            routing,
+            ids: &b.groups.ids,
+            weights: &b.weights,
+            experts: c.n_routed_experts,
+            top_k,
+            scale: c.routed_scaling_factor,
+        };
+        ops::route(self.stream, &route)?;
+        ops::group(self.stream, &b.groups)?;
+
+        let product = |matrices: &[Experts<'_>], rows, cols, x, top_k, y: &Buffer<u16>| {
+            let a = Product { matrices, rows, cols, format: w.format, x, top_k, y, tokens: self.rows };
+            ops::expert_product(self.stream, &b.groups, &a)
+        };
+        let (limit, quantise) = (c.swiglu_limit, self.rounding.act_fp8);
+        product(&[w.w1.experts(), w.w3.experts()], inter, d, x, Some(top_k), &b.gate_up)?;
+        let routes = Some((&b.weights, &b.groups.order));
+        ops::swiglu(self.stream, &b.gate_up, &b.active, inter, routes, limit, quantise)?;
+        ops::swiglu(self.stream, &b.shared_gate_up, &b.shared_active, inter, None, limit, quantise)?;
+        product(&[w.w2.experts()], d, inter, &b.active, None, &b.routed)?;
+        let weight: &Weight = w2;
+        let (x, y) = (&b.shared_active, Output::Bf16(b.shared.clone()));
+        let job = Job { weight, first_row: 0, rows: d, cols: inter, x, x_stride: inter, y, y_stride: d };
+        ops::linear(self.stream, &[job], rows, workspace)?;
+        ops::combine(self.stream, &b.routed, &b.shared, &b.groups.places, &self.scratch.output, d)
+    }
+}

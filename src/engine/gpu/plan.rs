@@ -1,0 +1,131 @@
+//! What an engine takes of a device's memory, decided before anything is allocated.
+
+use super::scratch::{Scratch, Size};
+use super::weights::{DeviceWeights, Placer};
+use crate::backend::cuda::device::Gpu;
+use crate::backend::cuda::memory::Arena;
+use crate::backend::cuda::ops::{HEAD_DIM, INDEX_DIM, MAX_WIDTH, ROPE_DIM};
+use crate::cache::{BLOCK_TOKENS, CacheLayout, KvFormat};
+use crate::engine::EngineOptions;
+use crate::error::{Error, ErrorKind, Result, bail};
+use crate::model::config::Config;
+use crate::model::{Model, Numerics};
+
+/// Tokens of a step where the options leave it open.
+const ROWS: usize = 2048;
+/// Tokens of a step whose attention always cuts keys; its workspace is large.
+const INVARIANT_ROWS: usize = super::scratch::SPLIT_ROWS;
+/// Left to the driver, to kernels' stacks and to other programs.
+const RESERVE: u64 = 512 << 20;
+/// The two frequency tables.
+pub(super) const FREQUENCY_BYTES: u64 = 1024;
+/// Blocks of all sequences of a step together for which there are page tables, unless one sequence may be longer.
+const TABLE_BLOCKS: usize = 16_384;
+
+/// Bytes of each purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Plan {
+    /// Weights, as stored.
+    pub(super) weights: u64,
+    /// Memory of the largest step.
+    pub(super) step: u64,
+    /// Pages.
+    pub(super) cache: u64,
+    /// Tokens of the largest step.
+    pub(super) rows: usize,
+}
+
+impl Plan {
+    /// The plan for what is free on `gpu` now.
+    pub(super) fn new(gpu: &Gpu, model: &Model, options: &EngineOptions, layout: &CacheLayout) -> Result<Self> {
+        let config = model.config();
+        let mut arena = Arena::counting();
+        DeviceWeights::place(model.weights(), &mut Placer { arena: &mut arena, upload: None, done: 0 })?;
+        let weights = arena.used();
+        let rows = match (options.prefill_chunk, options.batch_invariant) {
+            (0, false) => ROWS,
+            (0, true) => INVARIANT_ROWS,
+            (chunk, false) => chunk,
+            (chunk, true) => chunk.min(INVARIANT_ROWS),
+        };
+        let mut arena = Arena::counting();
+        Scratch::new(&mut arena, config, largest_step(config, layout, rows))?;
+        let step = arena.used();
+
+        let (free, total) = gpu.memory()?;
+        let fixed = weights + step + FREQUENCY_BYTES + RESERVE;
+        let refused = |what: &str, bytes: u64| {
+            Error::new(
+                ErrorKind::OutOfMemory,
+                format!(
+                    "{what}: {bytes} bytes do not fit on {} ({free} of {total} bytes are free): {weights} bytes of weights, \
+                     {step} for steps of {rows} tokens (prefill_chunk), {RESERVE} left alone",
+                    gpu.limits().name
+                ),
+            )
+        };
+        let room = free.checked_sub(fixed).ok_or_else(|| refused("the model", fixed))?;
+        let wanted = if options.cache_bytes == 0 { room / 2 } else { options.cache_bytes };
+        if wanted > room {
+            return Err(refused("cache_bytes", wanted));
+        }
+        let slab = layout.slab_bytes();
+        let cache = wanted / slab * slab;
+        if cache == 0 {
+            bail!(InvalidArgument, "a cache of {wanted} bytes; on a GPU it grows by {slab} bytes, so at least that many");
+        }
+        Ok(Self { weights, step, cache, rows })
+    }
+}
+
+/// The largest step of `rows` tokens.
+fn largest_step(config: &Config, layout: &CacheLayout, rows: usize) -> Size {
+    let positions = config.max_position_embeddings;
+    let blocks = positions.div_ceil(BLOCK_TOKENS).max(TABLE_BLOCKS);
+    let fixed: usize = (0..layout.layers.len())
+        .map(|i| layout.ring_pages() + 2 * layout.main_state_pages(i).1 + 2 * layout.index_state_pages(i))
+        .sum();
+    // per block and layer an entry and a key page; rows have an id, a position, a sequence and a share of a group
+    let words = 2 * blocks * layout.layers.len() + rows * (3 + 4 + 4 + 5 + fixed) + 64 * layout.layers.len();
+    Size { rows, words, visible: (positions / 4).max(1) }
+}
+
+/// Whether the GPU's kernels are written for the model and the options.
+pub(super) fn check_model(c: &Config, options: &EngineOptions, format: KvFormat) -> Result<()> {
+    if options.numerics == Numerics::Exact {
+        bail!(Unsupported, "numerics exact computes in float32, which the GPU kernels do not: use device cpu");
+    }
+    if format != KvFormat::Fp8 {
+        bail!(Unsupported, "the GPU kernels read a cache of format fp8 only, not {format}: use device cpu for others");
+    }
+    let exactly = [
+        ("head_dim", c.head_dim, HEAD_DIM),
+        ("qk_rope_head_dim", c.qk_rope_head_dim, ROPE_DIM),
+        ("index_head_dim", c.index_head_dim, INDEX_DIM),
+    ];
+    for (key, value, needed) in exactly {
+        if value != needed {
+            bail!(Unsupported, "{key} is {value}; the GPU kernels are written for {needed}");
+        }
+    }
+    let at_most = [
+        ("hidden_size", c.hidden_size, MAX_WIDTH),
+        ("q_lora_rank", c.q_lora_rank, MAX_WIDTH),
+        ("o_groups", c.o_groups, 16),
+        ("n_routed_experts", c.n_routed_experts, 512),
+        ("num_experts_per_tok", c.num_experts_per_tok, 16),
+        ("index_n_heads", c.index_n_heads, 64),
+        ("index_topk", c.index_topk, 1024),
+    ];
+    for (key, value, most) in at_most {
+        if value > most {
+            bail!(Unsupported, "{key} is {value}; the GPU kernels take at most {most}");
+        }
+    }
+    for (key, value, of) in [("o_lora_rank", c.o_lora_rank, 128), ("index_n_heads", c.index_n_heads, 8)] {
+        if !value.is_multiple_of(of) {
+            bail!(Unsupported, "{key} is {value}; the GPU kernels need a multiple of {of}");
+        }
+    }
+    Ok(())
+}

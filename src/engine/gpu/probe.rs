@@ -1,0 +1,189 @@
+//! Single halves on given inputs, with intermediates read back: what [`crate::engine::research`] needs of the device.
+
+use super::step::Run;
+use super::{GpuEngine, LOGIT_ROWS, logits, read_bf16};
+use crate::alloc;
+use crate::backend::cpu::rope::{Rotations, frequencies};
+use crate::backend::cuda::ops::{HEAD_DIM, ROW_BYTES};
+use crate::error::Result;
+use crate::model::config::LayerKind;
+use crate::model::deepseek_v4::{Probe, Segment, finite_streams};
+use crate::tensor::format::bf16_bits;
+
+impl GpuEngine {
+    /// Layer `layer` on streams `x` `[rows, STREAMS, D]` of the segments' tokens; afterwards they may be committed.
+    pub(in crate::engine) fn layer(
+        &self,
+        layer: usize,
+        x: &[f32],
+        segments: &mut [Segment<'_>],
+        probe: &mut Probe,
+    ) -> Result<Vec<f32>> {
+        self.with_run(segments, |run, segments| {
+            put_streams(run, x)?;
+            let shape = [run.rows, run.config.hc_mult, run.config.hidden_size];
+            run.attention_half(layer, false)?;
+            record_attention(run, layer, segments, probe)?;
+            run.ffn_half(layer, true)?;
+            if probe.is_on() {
+                probe.record(layer, "streams_mid", &shape, &read_bf16(run, run.streams())?);
+                record_ffn(run, layer, probe)?;
+            }
+            run.leave()?;
+            let out = read_bf16(run, run.streams())?;
+            probe.record(layer, "streams", &shape, &out);
+            finite_streams(layer, &out, run.config, segments)?;
+            run.commit()?;
+            Ok(out)
+        })
+    }
+
+    /// The feed-forward half of `layer` on streams `x`.
+    pub(in crate::engine) fn ffn_half(
+        &self,
+        layer: usize,
+        x: &[f32],
+        segments: &mut [Segment<'_>],
+        probe: &mut Probe,
+    ) -> Result<Vec<f32>> {
+        self.with_run(segments, |run, _| {
+            put_streams(run, x)?;
+            run.ffn_half(layer, false)?;
+            if probe.is_on() {
+                record_ffn(run, layer, probe)?;
+            }
+            run.leave()?;
+            read_bf16(run, run.streams())
+        })
+    }
+
+    /// The input of layer 0 for the segments' tokens.
+    pub(in crate::engine) fn embed(&self, segments: &mut [Segment<'_>]) -> Result<Vec<f32>> {
+        self.with_run(segments, |run, _| {
+            run.begin()?;
+            read_bf16(run, run.streams())
+        })
+    }
+
+    /// Logits of every row of final streams `x`.
+    pub(in crate::engine) fn head(&self, x: &[f32], segments: &mut [Segment<'_>], probe: &mut Probe) -> Result<Vec<f32>> {
+        self.with_run(segments, |run, _| {
+            put_streams(run, x)?;
+            run.arrive()?;
+            let (d, layers) = (run.config.hidden_size, run.config.num_hidden_layers);
+            let rows: Vec<u32> = (0..run.rows as u32).collect();
+            let (mut all, mut hidden) = (Vec::new(), Vec::new());
+            for rows in rows.chunks(LOGIT_ROWS) {
+                all.extend(logits(run, rows)?);
+                hidden.extend(read_bf16(run, &run.scratch.hidden.slice(0..rows.len() * d)?)?);
+            }
+            probe.record(layers, "hidden", &[run.rows, d], &hidden);
+            Ok(all)
+        })
+    }
+
+    /// Streams behind each layer, handed to `seen`, and the logits of every row; afterwards the segments may be committed.
+    pub(in crate::engine) fn trace(
+        &self,
+        segments: &mut [Segment<'_>],
+        seen: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<Vec<f32>> {
+        self.with_run(segments, |run, segments| {
+            run.begin()?;
+            for layer in 0..run.config.num_hidden_layers {
+                run.attention_half(layer, layer > 0)?;
+                run.ffn_half(layer, true)?;
+                let at = run.at;
+                run.leave()?;
+                let x = read_bf16(run, run.streams())?;
+                finite_streams(layer, &x, run.config, segments)?;
+                seen(layer, &x);
+                if layer + 1 < run.config.num_hidden_layers {
+                    run.at = at;
+                }
+            }
+            let rows: Vec<u32> = (0..run.rows as u32).collect();
+            let logits = logits(run, &rows)?;
+            run.commit()?;
+            Ok(logits)
+        })
+    }
+}
+
+/// Makes `x`, rounded to bf16, the residual streams.
+fn put_streams(run: &mut Run<'_>, x: &[f32]) -> Result<()> {
+    let mut bits = alloc::with_capacity("streams for the device", x.len())?;
+    bits.extend(x.iter().map(|&v| bf16_bits(v)));
+    run.at = 0;
+    run.stream.write(&run.scratch.streams[0], &bits)?;
+    run.rotations()
+}
+
+fn record_attention(run: &Run<'_>, layer: usize, segments: &[Segment<'_>], probe: &mut Probe) -> Result<()> {
+    if !probe.is_on() {
+        return Ok(());
+    }
+    let (c, b) = (run.config, &run.scratch.attention);
+    let heads = [run.rows, c.num_attention_heads, HEAD_DIM];
+    probe.record(layer, "q", &heads, &read_bf16(run, &b.q)?);
+    let layout = segments[0].cache.layout();
+    let staged = run.stream.read(&run.staged(layer)?)?;
+    let mut kv = vec![0.0; run.rows * HEAD_DIM];
+    for (row, bytes) in kv.chunks_exact_mut(HEAD_DIM).zip(staged.chunks_exact(ROW_BYTES)) {
+        layout.decode_row(bytes, row);
+    }
+    probe.record(layer, "kv", &[run.rows, HEAD_DIM], &kv);
+
+    // the kernel rotates back what it stores; the record is from before that
+    let frequencies = match c.layers[layer] {
+        LayerKind::Window => frequencies(c.qk_rope_head_dim, c.rope_theta, None),
+        _ => frequencies(c.qk_rope_head_dim, c.compress_rope_theta, Some(&c.rope_scaling)),
+    };
+    let positions: Vec<usize> =
+        segments.iter().flat_map(|s| s.staged.start..s.staged.start + s.tokens.len()).collect();
+    let rotations = Rotations::new(&frequencies, positions.into_iter())?;
+    let mut o = read_bf16(run, &b.out)?;
+    for (i, head) in o.chunks_exact_mut(HEAD_DIM).enumerate() {
+        rotations.rotate(i / c.num_attention_heads, head, false);
+    }
+    probe.record(layer, "o", &heads, &o);
+    probe.record(layer, "attn_out", &[run.rows, c.hidden_size], &read_bf16(run, &run.scratch.output)?);
+    if c.layers[layer] == LayerKind::C4a {
+        record_selection(run, layer, segments, probe)?;
+    }
+    Ok(())
+}
+
+/// Chosen entries, -1 for none, and scores, minus infinity for entries that a row does not see.
+fn record_selection(run: &Run<'_>, layer: usize, segments: &[Segment<'_>], probe: &mut Probe) -> Result<()> {
+    let (b, k) = (&run.scratch.attention, run.config.index_topk);
+    let (ids, counts) = (run.stream.read(&b.selected)?, run.stream.read(&b.counts)?);
+    let mut selected = vec![-1.0; run.rows * k];
+    for (row, &count) in counts.iter().enumerate() {
+        let chosen = &ids[row * k..][..count as usize];
+        for (out, &id) in selected[row * k..].iter_mut().zip(chosen) {
+            *out = id as f32;
+        }
+    }
+    probe.record(layer, "selected", &[run.rows, k], &selected);
+    let visible = run.tables.tables.visible();
+    if run.rows * visible > b.scores.len() {
+        return Ok(());
+    }
+    let mut scores = run.stream.read(&b.scores.slice(0..run.rows * visible)?)?;
+    let positions = segments.iter().flat_map(|s| s.staged.start..s.staged.start + s.tokens.len());
+    for (row, position) in positions.enumerate() {
+        scores[row * visible..(row + 1) * visible][(position + 1) / 4..].fill(f32::NEG_INFINITY);
+    }
+    probe.record(layer, "scores", &[run.rows, visible], &scores);
+    Ok(())
+}
+
+fn record_ffn(run: &Run<'_>, layer: usize, probe: &mut Probe) -> Result<()> {
+    let (b, top_k) = (&run.scratch.ffn, run.config.num_experts_per_tok);
+    let ids: Vec<f32> = run.stream.read(&b.groups.ids)?.into_iter().map(|id| id as f32).collect();
+    probe.record(layer, "router_ids", &[run.rows, top_k], &ids);
+    probe.record(layer, "router_weights", &[run.rows, top_k], &run.stream.read(&b.weights)?);
+    probe.record(layer, "ffn_out", &[run.rows, run.config.hidden_size], &read_bf16(run, &run.scratch.output)?);
+    Ok(())
+}

@@ -1,0 +1,329 @@
+//! What the kernels of a step must know of its rows, sequences and pages: one list of words, written by the host and
+//! copied once a step.
+
+use std::ops::Range;
+
+use crate::alloc;
+use crate::backend::cuda::memory::{Buffer, Plain};
+use crate::backend::cuda::ops::{GROUP_ROWS, Group, Sequence};
+use crate::cache::SequenceCache;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::config::LayerKind;
+use crate::model::deepseek_v4::Segment;
+
+/// Words between which tables begin: the kernels read some of them 16 bytes at a time.
+const ALIGNED: usize = 4;
+
+/// Most pages of a compressor's state.
+const UNDO_PAGES: usize = 8;
+
+/// The words of a step and where each table lies among them.
+pub(super) struct Tables {
+    pub(super) words: Vec<u32>,
+    pub(super) rows: usize,
+    pub(super) sequences: usize,
+    /// `[rows]` each.
+    ids: Range<usize>,
+    positions: Range<usize>,
+    sequence: Range<usize>,
+    /// `[sequences]` of [`Sequence`].
+    list: Range<usize>,
+    /// [`Group`]s of rows, in order.
+    groups: Range<usize>,
+    group_list: Vec<Group>,
+    /// `[layers, sequences, ring pages]`.
+    rings: Range<usize>,
+    layers: Vec<LayerTables>,
+    undo: Vec<UndoTables>,
+    first_rows: Vec<usize>,
+}
+
+/// What a segment needs whose last tokens can be taken back: zeros `[tokens]`, the sequence as it is before each of
+/// those tokens, and the numbers of a few pages.
+#[derive(Default)]
+struct UndoTables {
+    zeros: Range<usize>,
+    sequences: Range<usize>,
+    pages: Range<usize>,
+}
+
+/// The same on the device.
+pub(super) struct Undo {
+    pub(super) zeros: Buffer<u32>,
+    pub(super) sequences: Buffer<Sequence>,
+    pub(super) pages: Buffer<u32>,
+}
+
+/// Page tables `[sequences, pitch]` of one layer; empty where a layer has none.
+#[derive(Default)]
+struct LayerTables {
+    entries: Range<usize>,
+    keys: Range<usize>,
+    main: Range<usize>,
+    fresh_main: Range<usize>,
+    index: Range<usize>,
+    fresh_index: Range<usize>,
+}
+
+/// Which pages of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Entries,
+    Keys,
+    Main,
+    FreshMain,
+    Index,
+    FreshIndex,
+}
+
+impl Tables {
+    /// Tables of a step.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub(super) fn new(segments: &[Segment<'_>]) -> Result<Self> {
+        let rows: usize = segments.iter().map(|s| s.tokens.len()).sum();
+        let caches: Vec<&SequenceCache> = segments.iter().map(|s| s.cache).collect();
+        let mut w = Writer { words: Vec::new() };
+        let ids = w.table(rows, segments.iter().flat_map(|s| s.tokens.iter().copied()))?;
+        let of_rows = |segment: &Segment<'_>| segment.staged.start..segment.staged.start + segment.tokens.len();
+        let positions = w.table(rows, segments.iter().flat_map(of_rows).map(|p| p as u32))?;
+        let numbers = segments.iter().enumerate().flat_map(|(i, s)| s.tokens.iter().map(move |_| i as u32));
+        let sequence = w.table(rows, numbers)?;
+
+        let mut sequences = alloc::with_capacity("sequences of a step", segments.len())?;
+        let mut group_list = alloc::with_capacity("row groups of a step", rows.div_ceil(GROUP_ROWS) + segments.len())?;
+        let mut first_row = 0;
+        for (i, s) in segments.iter().enumerate() {
+            let (start, count) = (s.staged.start as u32, s.tokens.len() as u32);
+            sequences.push(Sequence { start, first_row, rows: count, unused: 0 });
+            for first in (0..count).step_by(GROUP_ROWS) {
+                let rows = (count - first).min(GROUP_ROWS as u32);
+                let (first_row, position) = (first_row + first, start + first);
+                group_list.push(Group { sequence: i as u32, first_row, rows, position });
+            }
+            first_row += count;
+        }
+        let flat = sequences.iter().flat_map(|s: &Sequence| [s.start, s.first_row, s.rows, s.unused]);
+        let list = w.table(4 * sequences.len(), flat)?;
+        let flat = group_list.iter().flat_map(|g: &Group| [g.sequence, g.first_row, g.rows, g.position]);
+        let groups = w.table(4 * group_list.len(), flat)?;
+
+        let Some(layout) = caches.first().map(|cache| cache.layout()) else {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a step without sequences"));
+        };
+        let ring_pages = layout.ring_pages();
+        let all = (0..layout.layers.len()).flat_map(|layer| caches.iter().flat_map(move |c| c.ring_ids(layer)));
+        let rings = w.table(layout.layers.len() * caches.len() * ring_pages, all)?;
+        let mut layers = alloc::with_capacity("layer tables", layout.layers.len())?;
+        for (i, layer) in layout.layers.iter().enumerate() {
+            let mut t = LayerTables::default();
+            if layer.kind != LayerKind::Window {
+                t.entries = w.padded(&caches, |c| c.entry_ids(i))?;
+                t.main = w.padded(&caches, |c| c.main_state_ids(i))?;
+                t.fresh_main = w.padded(&caches, |c| c.fresh_main_ids(i))?;
+            }
+            if layer.kind == LayerKind::C4a {
+                t.keys = w.padded(&caches, |c| c.key_ids(i))?;
+                t.index = w.padded(&caches, |c| c.index_state_ids(i))?;
+                t.fresh_index = w.padded(&caches, |c| c.fresh_index_ids(i))?;
+            }
+            layers.push(t);
+        }
+        let mut undo = alloc::with_capacity("rollback tables", segments.len())?;
+        for s in segments {
+            undo.push(w.undo(s)?);
+        }
+        let words = w.words;
+        let first_rows = sequences.iter().map(|s| s.first_row as usize).collect();
+        let sequences = segments.len();
+        Ok(Self {
+            words,
+            rows,
+            sequences,
+            ids,
+            positions,
+            sequence,
+            list,
+            groups,
+            group_list,
+            rings,
+            layers,
+            undo,
+            first_rows,
+        })
+    }
+
+    /// Most entries of ratio 4 that a row sees.
+    pub(super) fn visible(&self) -> usize {
+        let last = |g: &Group| (g.position + g.rows) as usize / 4;
+        self.group_list.iter().map(last).max().unwrap_or(0)
+    }
+
+    /// Most keys that a row's attention meets: the window and entries of either ratio, `top_k` of ratio 4 at most.
+    pub(super) fn most_keys(&self, kind: LayerKind, window: usize, top_k: usize) -> usize {
+        let entries = match kind {
+            LayerKind::Window => 0,
+            LayerKind::C4a => self.visible().min(top_k),
+            LayerKind::C128a => self.visible() / 32,
+        };
+        window + entries
+    }
+
+    /// Runs of groups with at most `most` rows, at least one group each.
+    pub(super) fn slices(&self, most: usize) -> Vec<Range<usize>> {
+        let mut slices: Vec<Range<usize>> = Vec::new();
+        let mut rows = 0;
+        for (i, group) in self.group_list.iter().enumerate() {
+            let count = group.rows as usize;
+            match slices.last_mut() {
+                Some(slice) if rows + count <= most => {
+                    slice.end = i + 1;
+                    rows += count;
+                }
+                _ => {
+                    slices.push(i..i + 1);
+                    rows = count;
+                }
+            }
+        }
+        slices
+    }
+
+    /// The step's first row of segment `s`.
+    pub(super) fn first_row(&self, s: usize) -> usize {
+        self.first_rows[s]
+    }
+
+    /// Rows of a run of groups.
+    pub(super) fn rows_of(&self, groups: &Range<usize>) -> Range<usize> {
+        let (first, last) = (&self.group_list[groups.start], &self.group_list[groups.end - 1]);
+        first.first_row as usize..(last.first_row + last.rows) as usize
+    }
+
+    /// Row behind the last of each sequence.
+    pub(super) fn ends(&self) -> impl Iterator<Item = usize> + '_ {
+        let last = |pair: &[Group]| pair.len() == 1 || pair[0].sequence != pair[1].sequence;
+        let groups = &self.group_list;
+        (0..groups.len())
+            .filter(move |&i| last(&groups[i..(i + 2).min(groups.len())]))
+            .map(move |i| (groups[i].first_row + groups[i].rows) as usize)
+    }
+
+    /// The tables within `words` on the device.
+    pub(super) fn on<'a>(&'a self, words: &'a Buffer<u32>) -> OnDevice<'a> {
+        OnDevice { tables: self, words }
+    }
+}
+
+/// Tables on the device.
+#[derive(Clone, Copy)]
+pub(super) struct OnDevice<'a> {
+    pub(super) tables: &'a Tables,
+    words: &'a Buffer<u32>,
+}
+
+impl OnDevice<'_> {
+    pub(super) fn ids(&self) -> Result<Buffer<u32>> {
+        self.words.slice(self.tables.ids.clone())
+    }
+
+    pub(super) fn positions(&self) -> Result<Buffer<u32>> {
+        self.words.slice(self.tables.positions.clone())
+    }
+
+    pub(super) fn sequence(&self) -> Result<Buffer<u32>> {
+        self.words.slice(self.tables.sequence.clone())
+    }
+
+    pub(super) fn sequences(&self) -> Result<Buffer<Sequence>> {
+        self.structs(&self.tables.list, 0..self.tables.sequences)
+    }
+
+    pub(super) fn groups(&self, which: Range<usize>) -> Result<Buffer<Group>> {
+        self.structs(&self.tables.groups, which)
+    }
+
+    /// Ring pages of all layers `[layers, sequences, ring pages]`.
+    pub(super) fn rings(&self) -> Result<Buffer<u32>> {
+        self.words.slice(self.tables.rings.clone())
+    }
+
+    /// Ring pages of one layer `[sequences, ring pages]`.
+    pub(super) fn ring(&self, layer: usize) -> Result<Buffer<u32>> {
+        let all = &self.tables.rings;
+        let len = all.len() / self.tables.layers.len();
+        self.words.slice(all.start + layer * len..all.start + (layer + 1) * len)
+    }
+
+    /// Pages of one layer `[sequences, pitch]`.
+    pub(super) fn pages(&self, layer: usize, kind: Kind) -> Result<Buffer<u32>> {
+        let t = &self.tables.layers[layer];
+        let range = match kind {
+            Kind::Entries => &t.entries,
+            Kind::Keys => &t.keys,
+            Kind::Main => &t.main,
+            Kind::FreshMain => &t.fresh_main,
+            Kind::Index => &t.index,
+            Kind::FreshIndex => &t.fresh_index,
+        };
+        self.words.slice(range.clone())
+    }
+
+    pub(super) fn undo(&self, s: usize) -> Result<Undo> {
+        let t = &self.tables.undo[s];
+        let count = t.sequences.len() * size_of::<u32>() / size_of::<Sequence>();
+        Ok(Undo {
+            zeros: self.words.slice(t.zeros.clone())?,
+            sequences: self.structs(&t.sequences, 0..count)?,
+            pages: self.words.slice(t.pages.clone())?,
+        })
+    }
+
+    fn structs<T: Plain>(&self, table: &Range<usize>, which: Range<usize>) -> Result<Buffer<T>> {
+        let words = size_of::<T>() / size_of::<u32>();
+        self.words.slice(table.start + which.start * words..table.start + which.end * words)?.cast()
+    }
+}
+
+struct Writer {
+    words: Vec<u32>,
+}
+
+impl Writer {
+    /// Appends `len` words.
+    fn table(&mut self, len: usize, values: impl Iterator<Item = u32>) -> Result<Range<usize>> {
+        let start = self.words.len().next_multiple_of(ALIGNED);
+        let more = start - self.words.len() + len;
+        alloc::reserve("tables of a step", &mut self.words, more)?;
+        self.words.resize(start, 0);
+        self.words.extend(values);
+        debug_assert_eq!(self.words.len(), start + len, "a table has the length that was said");
+        Ok(start..start + len)
+    }
+
+    fn undo(&mut self, s: &Segment<'_>) -> Result<UndoTables> {
+        let (kept, count) = (s.staged.kept(), s.tokens.len());
+        if kept == 0 {
+            return Ok(UndoTables::default());
+        }
+        let start = s.staged.start as u32;
+        let before = (count - kept..count).flat_map(|rows| [start, 0, rows as u32, 0]);
+        Ok(UndoTables {
+            zeros: self.table(count, std::iter::repeat_n(0, count))?,
+            sequences: self.table(4 * kept, before)?,
+            pages: self.table(UNDO_PAGES, 0..UNDO_PAGES as u32)?,
+        })
+    }
+
+    /// Appends the lists of all sequences, padded to the longest; what is behind a shorter one is never read.
+    fn padded<'a, I: Iterator<Item = u32>>(
+        &mut self,
+        caches: &[&'a SequenceCache],
+        list: impl Fn(&'a SequenceCache) -> I,
+    ) -> Result<Range<usize>> {
+        let pitch = caches.iter().map(|c| list(c).count()).max().unwrap_or(0);
+        let values = caches.iter().flat_map(|c| list(c).chain(std::iter::repeat(0)).take(pitch));
+        self.table(caches.len() * pitch, values)
+    }
+}
