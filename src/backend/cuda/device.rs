@@ -128,7 +128,8 @@ impl Gpu {
         self.inner.careful.store(on, Ordering::Relaxed);
     }
 
-    pub(super) fn is_careful(&self) -> bool {
+    /// Whether each launch is waited for.
+    pub(crate) fn is_careful(&self) -> bool {
         self.inner.careful.load(Ordering::Relaxed)
     }
 

@@ -149,8 +149,7 @@ impl Run<'_> {
         let (heads, k) = (c.index_n_heads, c.index_topk);
         let fp4 = self.rounding.index_query_fp4;
         ops::index_query(stream, &IndexQuery { q: &b.index_q, weights: &b.index_weights, turns, heads, fp4 })?;
-        let visible = t.visible();
-        let pitch = visible.max(1);
+        let pitch = t.visible();
         let key_ids = self.tables.pages(layer, Kind::Keys)?;
         let positions = self.tables.positions()?;
         for groups in t.slices(b.scores.len() / pitch) {
@@ -166,8 +165,9 @@ impl Run<'_> {
                 pitch,
                 sequences: t.sequences,
                 heads,
-                visible,
+                visible: pitch,
                 stepwise: self.rounding.bf16,
+                bad: Some(&self.scratch.bad),
             };
             ops::scores(stream, &a)?;
             let a = TopK {

@@ -13,6 +13,7 @@ mod step;
 mod tables;
 mod weights;
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::alloc;
@@ -20,7 +21,7 @@ use crate::backend::cpu::rope::frequencies;
 use crate::backend::cuda::device::Gpu;
 use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::pages::DevicePages;
-use crate::backend::cuda::stream::{Event, Stream};
+use crate::backend::cuda::stream::{Event, Graph, Stream};
 use crate::backend::cuda::upload::Uploader;
 use crate::cache::{CacheLayout, PageMemory};
 use crate::error::{Error, ErrorKind, Result, bail};
@@ -31,7 +32,7 @@ use crate::tensor::format::bf16_value;
 use self::plan::Plan;
 use self::scratch::{LOGIT_ROWS, SPLIT_ROWS, Scratch, Size};
 use self::step::{PageBuffer, Run, Side};
-use self::tables::Tables;
+use self::tables::{PagesKey, Tables};
 use self::weights::{DeviceWeights, Placer};
 use super::EngineOptions;
 
@@ -60,6 +61,23 @@ struct Queue {
     stream: Stream,
     side: Option<Side>,
     scratch: Arena,
+    /// Tables of the step: the small ones, then the page tables, which stay from step to step.
+    words: Buffer<u32>,
+    /// What the page tables on the device were made from.
+    resident: Option<PagesKey>,
+    graphs: Graphs,
+}
+
+/// Captured steps by rows, visible entries and rows of logits; `None` where a shape was seen once.
+type Graphs = HashMap<(usize, usize, usize), Option<Captured>>;
+
+/// A captured step.
+struct Captured {
+    graph: Graph,
+    /// Where its logits are.
+    logits: Option<Buffer<f32>>,
+    /// Which of the two buffers has the streams at its end.
+    at: usize,
 }
 
 /// How many bytes of how many weights are on their way.
@@ -93,7 +111,7 @@ impl GpuEngine {
 
         let config = model.config();
         let stream = Stream::new(&gpu)?;
-        let mut tables = Arena::new(&gpu, plan::FREQUENCY_BYTES)?;
+        let mut tables = Arena::new(&gpu, plan.tables)?;
         let mut table = |values: Vec<f32>| {
             let buffer = tables.take("rotation frequencies", values.len())?;
             stream.write(&buffer, &values)?;
@@ -107,7 +125,9 @@ impl GpuEngine {
         let memory = Arena::new(&gpu, plan.cache)?.take("cache pages", plan.cache as usize)?;
         let pages = PageBuffer { memory: memory.clone(), page_bytes };
         let side = Side { stream: Stream::new(&gpu)?, forked: Event::new(&gpu)?, joined: Event::new(&gpu)? };
-        let queue = Queue { stream, side: Some(side), scratch: Arena::new(&gpu, plan.step)? };
+        let words = tables.take("tables of a step", plan.words())?;
+        let (scratch, graphs) = (Arena::new(&gpu, plan.step)?, HashMap::new());
+        let queue = Queue { stream, side: Some(side), scratch, words, resident: None, graphs };
         Ok(Self {
             model: Arc::clone(model),
             rounding: Rounding::from(options.numerics),
@@ -117,7 +137,7 @@ impl GpuEngine {
             pages,
             memory: Arc::new(DevicePages::new(&gpu, memory)?),
             plan,
-            queue: Mutex::new(Queue { ..queue }),
+            queue: Mutex::new(queue),
             gpu,
         })
     }
@@ -145,26 +165,22 @@ impl GpuEngine {
         rows: LogitRows,
         between: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, |run, segments| {
-            run.begin()?;
-            for layer in 0..run.config.num_hidden_layers {
-                between(layer)?;
-                run.attention_half(layer, layer > 0)?;
-                rollback::keep_states(run, segments, layer)?;
-                run.ffn_half(layer, true)?;
-            }
-            run.leave()?;
-            run.watch()?;
-            let wanted: Vec<u32> = match rows {
-                LogitRows::None => Vec::new(),
-                LogitRows::All => (0..run.rows as u32).collect(),
-                LogitRows::Last => run.tables.tables.ends().map(|end| end as u32 - 1).collect(),
+        self.with_run(segments, rows, |run, segments| {
+            let wanted = run.tables.tables.wanted();
+            let logits = match run.graphs.take() {
+                Some(graphs) if is_decoding(segments) && !self.gpu.is_careful() => {
+                    between(0)?;
+                    decode(run, graphs)?
+                }
+                _ => {
+                    layers(run, segments, between)?;
+                    logits(run, wanted)?
+                }
             };
-            let logits = logits(run, &wanted)?;
             if run.stream.read(&run.scratch.bad)?[0] != 0 {
                 return Err(find_not_finite(run, segments));
             }
-            finite_logits(&logits, run.config.vocab_size, wanted.iter().map(|&row| row as usize))?;
+            finite_logits(&logits, run.config.vocab_size, wanted_rows(rows, segments).into_iter().map(|r| r as usize))?;
             rollback::keep_rows(run, segments)?;
             run.commit()?;
             Ok(logits)
@@ -175,15 +191,27 @@ impl GpuEngine {
     fn with_run<T>(
         &self,
         segments: &mut [Segment<'_>],
+        rows: LogitRows,
         work: impl FnOnce(&mut Run<'_>, &mut [Segment<'_>]) -> Result<T>,
     ) -> Result<T> {
-        let tables = Tables::new(segments)?;
+        let count = segments.iter().map(|s| s.tokens.len()).sum::<usize>();
+        if count > self.plan.rows {
+            bail!(InvalidArgument, "a step of {count} tokens on an engine for {} (prefill_chunk)", self.plan.rows);
+        }
+        let key = PagesKey::new(segments);
+        let tables = Tables::new(segments, &wanted_rows(rows, segments), &key, self.plan.small_words)?;
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        let Queue { stream, side, scratch } = &mut *queue;
+        let Queue { stream, side, scratch, words, resident, graphs } = &mut *queue;
+        stream.write(&words.slice(0..tables.words.len())?, &tables.words)?;
+        if resident.as_ref() != Some(&key) {
+            *resident = None;
+            let pages = tables.page_words(segments)?;
+            let first = self.plan.small_words;
+            stream.write(&words.slice(first..first + pages.len())?, &pages)?;
+            *resident = Some(key);
+        }
         let config = self.model.config();
-        let size = Size { rows: tables.rows, words: tables.words.len(), visible: tables.visible().max(1) };
-        let scratch = Scratch::new(scratch, config, size)?;
-        stream.write(&scratch.words, &tables.words)?;
+        let scratch = Scratch::new(scratch, config, Size { rows: count, visible: tables.visible() })?;
         let few = segments.iter().all(|s| s.tokens.len() <= DECODE_ROWS) || self.batch_invariant;
         let mut run = Run {
             stream,
@@ -194,9 +222,10 @@ impl GpuEngine {
             frequencies: &self.frequencies,
             pages: &self.pages,
             scratch: &scratch,
-            tables: tables.on(&scratch.words),
-            rows: tables.rows,
-            split: few && tables.rows <= SPLIT_ROWS,
+            tables: tables.on(words),
+            graphs: Some(graphs),
+            rows: count,
+            split: few && count <= SPLIT_ROWS,
             at: 0,
         };
         let result = work(&mut run, segments);
@@ -207,11 +236,80 @@ impl GpuEngine {
     }
 }
 
-/// Logits of `wanted` rows on the host.
-fn logits(run: &Run<'_>, wanted: &[u32]) -> Result<Vec<f32>> {
-    let mut logits = alloc::with_capacity("logits", wanted.len() * run.config.vocab_size)?;
-    for rows in wanted.chunks(LOGIT_ROWS) {
-        logits.extend_from_slice(&run.stream.read(&run.head(rows)?)?);
+/// Rows of the step whose logits are wanted.
+fn wanted_rows(rows: LogitRows, segments: &[Segment<'_>]) -> Vec<u32> {
+    let count = segments.iter().map(|s| s.tokens.len() as u32);
+    match rows {
+        LogitRows::None => Vec::new(),
+        LogitRows::All => (0..count.sum()).collect(),
+        LogitRows::Last => count.scan(0, |end, n| Some((*end += n, *end - 1).1)).collect(),
+    }
+}
+
+/// Whether each sequence has one new token, which need not be taken back.
+fn is_decoding(segments: &[Segment<'_>]) -> bool {
+    segments.iter().all(|s| s.tokens.len() == 1 && s.staged.kept() == 0) && segments.len() <= LOGIT_ROWS
+}
+
+/// Everything up to the head.
+fn layers(
+    run: &mut Run<'_>,
+    segments: &mut [Segment<'_>],
+    between: &mut dyn FnMut(usize) -> Result<()>,
+) -> Result<()> {
+    run.begin()?;
+    for layer in 0..run.config.num_hidden_layers {
+        between(layer)?;
+        run.attention_half(layer, layer > 0)?;
+        rollback::keep_states(run, segments, layer)?;
+        run.ffn_half(layer, true)?;
+    }
+    run.leave()?;
+    run.watch()
+}
+
+/// A step of one token a sequence, as a graph from the second time on that one of its shape is wanted.
+fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Vec<f32>> {
+    let shape = (run.rows, run.tables.tables.visible(), run.tables.tables.wanted());
+    let queue = |run: &mut Run<'_>| {
+        layers(run, &mut [], &mut |_| Ok(()))?;
+        if shape.2 == 0 { Ok(None) } else { run.head(0..shape.2).map(Some) }
+    };
+    let logits = match graphs.get(&shape) {
+        None => {
+            graphs.insert(shape, None);
+            queue(run)?
+        }
+        Some(Some(captured)) => captured.replay(run)?,
+        Some(None) => {
+            let (stream, mut logits) = (run.stream, None);
+            let graph = stream.capture(|| {
+                logits = queue(run)?;
+                Ok(())
+            })?;
+            let captured = Captured { graph, logits, at: run.at };
+            let logits = captured.replay(run)?;
+            graphs.insert(shape, Some(captured));
+            logits
+        }
+    };
+    logits.map_or(Ok(Vec::new()), |logits| run.stream.read(&logits))
+}
+
+impl Captured {
+    /// Queues the step; its logits.
+    fn replay(&self, run: &mut Run<'_>) -> Result<Option<Buffer<f32>>> {
+        run.stream.replay(&self.graph)?;
+        run.at = self.at;
+        Ok(self.logits.clone())
+    }
+}
+
+/// Logits of the wanted rows on the host.
+fn logits(run: &Run<'_>, wanted: usize) -> Result<Vec<f32>> {
+    let mut logits = alloc::with_capacity("logits", wanted * run.config.vocab_size)?;
+    for first in (0..wanted).step_by(LOGIT_ROWS) {
+        logits.extend_from_slice(&run.stream.read(&run.head(first..(first + LOGIT_ROWS).min(wanted))?)?);
     }
     Ok(logits)
 }
@@ -228,6 +326,9 @@ fn find_not_finite(run: &mut Run<'_>, segments: &[Segment<'_>]) -> Error {
             let x = read_bf16(run, run.streams())?;
             run.at = at;
             finite_streams(layer, &x, run.config, segments)?;
+            if run.stream.read(&run.scratch.bad)?[0] != 0 {
+                bail!(Numeric, "layer {layer}: an index score is NaN; `dsv4 verify --scan` tells whether weights are not finite");
+            }
         }
         bail!(Numeric, "activations are not finite, but were when computed again")
     };

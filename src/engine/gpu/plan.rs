@@ -1,6 +1,7 @@
 //! What an engine takes of a device's memory, decided before anything is allocated.
 
 use super::scratch::{Scratch, Size};
+use super::tables::table_blocks;
 use super::weights::{DeviceWeights, Placer};
 use crate::backend::cuda::device::Gpu;
 use crate::backend::cuda::memory::Arena;
@@ -18,7 +19,9 @@ const INVARIANT_ROWS: usize = super::scratch::SPLIT_ROWS;
 /// Left to the driver, to kernels' stacks and to other programs.
 const RESERVE: u64 = 512 << 20;
 /// The two frequency tables.
-pub(super) const FREQUENCY_BYTES: u64 = 1024;
+const FREQUENCY_BYTES: u64 = 1024;
+/// Sequences of a step.
+const SEQUENCES: usize = 256;
 /// Blocks of all sequences of a step together for which there are page tables, unless one sequence may be longer.
 const TABLE_BLOCKS: usize = 16_384;
 
@@ -29,6 +32,10 @@ pub(super) struct Plan {
     pub(super) weights: u64,
     /// Memory of the largest step.
     pub(super) step: u64,
+    /// Tables of rows, sequences and pages.
+    pub(super) tables: u64,
+    /// Words of those that are written every step; the page tables come behind them.
+    pub(super) small_words: usize,
     /// Pages.
     pub(super) cache: u64,
     /// Tokens of the largest step.
@@ -36,6 +43,11 @@ pub(super) struct Plan {
 }
 
 impl Plan {
+    /// Words of all tables.
+    pub(super) fn words(&self) -> usize {
+        (self.tables - FREQUENCY_BYTES) as usize / 4
+    }
+
     /// The plan for what is free on `gpu` now.
     pub(super) fn new(gpu: &Gpu, model: &Model, options: &EngineOptions, layout: &CacheLayout) -> Result<Self> {
         let config = model.config();
@@ -49,11 +61,17 @@ impl Plan {
             (chunk, true) => chunk.min(INVARIANT_ROWS),
         };
         let mut arena = Arena::counting();
-        Scratch::new(&mut arena, config, largest_step(config, layout, rows))?;
+        let positions = config.max_position_embeddings;
+        let blocks = table_blocks(positions.div_ceil(BLOCK_TOKENS));
+        Scratch::new(&mut arena, config, Size { rows, visible: blocks * BLOCK_TOKENS / 4 })?;
         let step = arena.used();
 
+        let small_words = small_words(layout, rows);
+        let page_words = 2 * blocks.max(TABLE_BLOCKS) * layout.layers.len();
+        let tables = FREQUENCY_BYTES + 4 * (small_words + page_words) as u64;
+
         let (free, total) = gpu.memory()?;
-        let fixed = weights + step + FREQUENCY_BYTES + RESERVE;
+        let fixed = weights + step + tables + RESERVE;
         let refused = |what: &str, bytes: u64| {
             Error::new(
                 ErrorKind::OutOfMemory,
@@ -74,20 +92,20 @@ impl Plan {
         if cache == 0 {
             bail!(InvalidArgument, "a cache of {wanted} bytes; on a GPU it grows by {slab} bytes, so at least that many");
         }
-        Ok(Self { weights, step, cache, rows })
+        Ok(Self { weights, step, tables, small_words, cache, rows })
     }
 }
 
-/// The largest step of `rows` tokens.
-fn largest_step(config: &Config, layout: &CacheLayout, rows: usize) -> Size {
-    let positions = config.max_position_embeddings;
-    let blocks = positions.div_ceil(BLOCK_TOKENS).max(TABLE_BLOCKS);
-    let fixed: usize = (0..layout.layers.len())
+/// Words of the tables of rows and sequences in the largest step of `rows` tokens.
+fn small_words(layout: &CacheLayout, rows: usize) -> usize {
+    let sequences = rows.min(SEQUENCES);
+    let of_sequence: usize = (0..layout.layers.len())
         .map(|i| layout.ring_pages() + 2 * layout.main_state_pages(i).1 + 2 * layout.index_state_pages(i))
         .sum();
-    // per block and layer an entry and a key page; rows have an id, a position, a sequence and a share of a group
-    let words = 2 * blocks * layout.layers.len() + rows * (3 + 4 + 4 + 5 + fixed) + 64 * layout.layers.len();
-    Size { rows, words, visible: (positions / 4).max(1) }
+    // a row has an id, a position, a sequence, perhaps logits, and in the worst case a group, a zero and a list of its own;
+    // each table may leave three words unused
+    (rows * (4 + 4 + 1 + 4) + sequences * (4 + 8 + of_sequence) + 4 * (8 + 4 * layout.layers.len() + 3 * sequences))
+        .next_multiple_of(64)
 }
 
 /// Whether the GPU's kernels are written for the model and the options.

@@ -7,7 +7,7 @@ use crate::backend::cpu::rope::{Rotations, frequencies};
 use crate::backend::cuda::ops::{HEAD_DIM, ROW_BYTES};
 use crate::error::Result;
 use crate::model::config::LayerKind;
-use crate::model::deepseek_v4::{Probe, Segment, finite_streams};
+use crate::model::deepseek_v4::{LogitRows, Probe, Segment, finite_streams};
 use crate::tensor::format::bf16_bits;
 
 impl GpuEngine {
@@ -19,7 +19,7 @@ impl GpuEngine {
         segments: &mut [Segment<'_>],
         probe: &mut Probe,
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, |run, segments| {
+        self.with_run(segments, LogitRows::All, |run, segments| {
             put_streams(run, x)?;
             let shape = [run.rows, run.config.hc_mult, run.config.hidden_size];
             run.attention_half(layer, false)?;
@@ -46,7 +46,7 @@ impl GpuEngine {
         segments: &mut [Segment<'_>],
         probe: &mut Probe,
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, |run, _| {
+        self.with_run(segments, LogitRows::All, |run, _| {
             put_streams(run, x)?;
             run.ffn_half(layer, false)?;
             if probe.is_on() {
@@ -59,7 +59,7 @@ impl GpuEngine {
 
     /// The input of layer 0 for the segments' tokens.
     pub(in crate::engine) fn embed(&self, segments: &mut [Segment<'_>]) -> Result<Vec<f32>> {
-        self.with_run(segments, |run, _| {
+        self.with_run(segments, LogitRows::All, |run, _| {
             run.begin()?;
             read_bf16(run, run.streams())
         })
@@ -67,15 +67,16 @@ impl GpuEngine {
 
     /// Logits of every row of final streams `x`.
     pub(in crate::engine) fn head(&self, x: &[f32], segments: &mut [Segment<'_>], probe: &mut Probe) -> Result<Vec<f32>> {
-        self.with_run(segments, |run, _| {
+        self.with_run(segments, LogitRows::All, |run, _| {
             put_streams(run, x)?;
             run.arrive()?;
             let (d, layers) = (run.config.hidden_size, run.config.num_hidden_layers);
-            let rows: Vec<u32> = (0..run.rows as u32).collect();
             let (mut all, mut hidden) = (Vec::new(), Vec::new());
-            for rows in rows.chunks(LOGIT_ROWS) {
-                all.extend(logits(run, rows)?);
-                hidden.extend(read_bf16(run, &run.scratch.hidden.slice(0..rows.len() * d)?)?);
+            for first in (0..run.rows).step_by(LOGIT_ROWS) {
+                let part = first..(first + LOGIT_ROWS).min(run.rows);
+                let rows = part.len();
+                all.extend(run.stream.read(&run.head(part)?)?);
+                hidden.extend(read_bf16(run, &run.scratch.hidden.slice(0..rows * d)?)?);
             }
             probe.record(layers, "hidden", &[run.rows, d], &hidden);
             Ok(all)
@@ -88,7 +89,7 @@ impl GpuEngine {
         segments: &mut [Segment<'_>],
         seen: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, |run, segments| {
+        self.with_run(segments, LogitRows::All, |run, segments| {
             run.begin()?;
             for layer in 0..run.config.num_hidden_layers {
                 run.attention_half(layer, layer > 0)?;
@@ -102,8 +103,7 @@ impl GpuEngine {
                     run.at = at;
                 }
             }
-            let rows: Vec<u32> = (0..run.rows as u32).collect();
-            let logits = logits(run, &rows)?;
+            let logits = logits(run, run.rows)?;
             run.commit()?;
             Ok(logits)
         })
@@ -166,16 +166,20 @@ fn record_selection(run: &Run<'_>, layer: usize, segments: &[Segment<'_>], probe
         }
     }
     probe.record(layer, "selected", &[run.rows, k], &selected);
-    let visible = run.tables.tables.visible();
-    if run.rows * visible > b.scores.len() {
+    let pitch = run.tables.tables.visible();
+    if run.rows * pitch > b.scores.len() {
         return Ok(());
     }
-    let mut scores = run.stream.read(&b.scores.slice(0..run.rows * visible)?)?;
-    let positions = segments.iter().flat_map(|s| s.staged.start..s.staged.start + s.tokens.len());
-    for (row, position) in positions.enumerate() {
-        scores[row * visible..(row + 1) * visible][(position + 1) / 4..].fill(f32::NEG_INFINITY);
+    let all = run.stream.read(&b.scores.slice(0..run.rows * pitch)?)?;
+    let positions: Vec<usize> =
+        segments.iter().flat_map(|s| s.staged.start..s.staged.start + s.tokens.len()).collect();
+    let widest = positions.iter().map(|p| (p + 1) / 4).max().unwrap_or(0);
+    let mut scores = vec![f32::NEG_INFINITY; run.rows * widest];
+    for (row, position) in positions.into_iter().enumerate() {
+        let seen = (position + 1) / 4;
+        scores[row * widest..][..seen].copy_from_slice(&all[row * pitch..][..seen]);
     }
-    probe.record(layer, "scores", &[run.rows, visible], &scores);
+    probe.record(layer, "scores", &[run.rows, widest], &scores);
     Ok(())
 }
 

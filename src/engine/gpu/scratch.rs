@@ -33,15 +33,12 @@ const CANDIDATES: usize = 2 * SCORES / 16_384;
 pub(super) struct Size {
     /// Tokens.
     pub(super) rows: usize,
-    /// Words of [`super::tables::Tables`].
-    pub(super) words: usize,
-    /// Most compressed entries of ratio 4 that any row sees, at least 1.
+    /// Bound of the compressed entries of ratio 4 that any row sees, at least 1.
     pub(super) visible: usize,
 }
 
 /// Buffers of a step.
 pub(super) struct Scratch {
-    pub(super) words: Buffer<u32>,
     /// `[4, rows, 32]`, see `ops::rotations`.
     pub(super) turns: Buffer<[f32; 2]>,
     /// 1: set if a value is not finite.
@@ -63,8 +60,7 @@ pub(super) struct Scratch {
     pub(super) undo_rows: Buffer<u8>,
     pub(super) attention: Attention,
     pub(super) ffn: Ffn,
-    /// Rows whose logits are wanted `[LOGIT_ROWS]`, their hidden states `[LOGIT_ROWS, D]` and logits `[LOGIT_ROWS, vocab]`.
-    pub(super) wanted: Buffer<u32>,
+    /// Hidden states `[LOGIT_ROWS, D]` and logits `[LOGIT_ROWS, vocab]` of rows that are wanted.
     pub(super) hidden: Buffer<u16>,
     pub(super) logits: Buffer<f32>,
 }
@@ -122,7 +118,7 @@ impl Scratch {
     /// `OutOfMemory` if the plan was made for smaller steps.
     pub(super) fn new(arena: &mut Arena, c: &Config, size: Size) -> Result<Self> {
         arena.restart();
-        let Size { rows, words, .. } = size;
+        let rows = size.rows;
         let d = c.hidden_size;
         let logit_rows = rows.min(LOGIT_ROWS);
         let kinds = [Compressor::Main4, Compressor::Index4, Compressor::Main128];
@@ -137,7 +133,6 @@ impl Scratch {
             quantised: bf16("quantised sub-layer input", rows * d)?,
             output: bf16("sub-layer output", rows * d)?,
             hidden: bf16("final hidden states", logit_rows * d)?,
-            words: arena.take("tables of a step", words)?,
             turns: arena.take("rotations", 4 * rows * TURNS)?,
             bad: arena.take("a flag", 1)?,
             mixes: arena.take("mixing coefficients", rows * MIX_FLOATS)?,
@@ -146,7 +141,6 @@ impl Scratch {
             workspace: arena.take("workspace of products", WORKSPACE)?,
             undo_state: arena.take("a compressor state", undo_state)?,
             undo_rows: arena.take("window rows to keep", rows.min(UNDO_ROWS) * c.num_hidden_layers * ROW_BYTES)?,
-            wanted: arena.take("rows of logits", logit_rows)?,
             logits: arena.take("logits", logit_rows * c.vocab_size)?,
         })
     }

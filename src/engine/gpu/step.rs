@@ -3,6 +3,8 @@
 //! Nothing committed is overwritten before [`Run::commit`]: new window rows lie in a buffer of the step, new compressor
 //! states in pages of their own, entries and keys behind the committed length.
 
+use std::ops::Range;
+
 use super::scratch::Scratch;
 use super::tables::{Kind, OnDevice};
 use super::weights::{DeviceWeights, Hyper};
@@ -44,6 +46,8 @@ pub(super) struct Run<'a> {
     pub(super) pages: &'a PageBuffer,
     pub(super) scratch: &'a Scratch,
     pub(super) tables: OnDevice<'a>,
+    /// Captured steps, for those that want them.
+    pub(super) graphs: Option<&'a mut super::Graphs>,
     pub(super) rows: usize,
     /// Attention cuts a query's keys instead of giving each query one block: few rows.
     pub(super) split: bool,
@@ -103,11 +107,11 @@ impl Run<'_> {
         ops::watch(self.stream, self.streams(), &self.scratch.bad)
     }
 
-    /// Logits of `rows`, at most [`super::scratch::LOGIT_ROWS`], after [`Self::leave`].
-    pub(super) fn head(&self, rows: &[u32]) -> Result<Buffer<f32>> {
+    /// Logits of a part of the wanted rows, at most [`super::scratch::LOGIT_ROWS`], after [`Self::leave`].
+    pub(super) fn head(&self, part: Range<usize>) -> Result<Buffer<f32>> {
         let (c, w, s) = (self.config, self.weights, self.scratch);
-        let (wanted, hidden) = (s.wanted.slice(0..rows.len())?, s.hidden.slice(0..rows.len() * c.hidden_size)?);
-        self.stream.write(&wanted, rows)?;
+        let rows = part.len();
+        let (wanted, hidden) = (self.tables.wanted(part)?, s.hidden.slice(0..rows * c.hidden_size)?);
         let finish = Finish {
             x: self.streams(),
             rows: Some(&wanted),
@@ -123,7 +127,7 @@ impl Run<'_> {
             norm_eps: c.rms_norm_eps,
         };
         ops::finish(self.stream, &finish)?;
-        let logits = s.logits.slice(0..rows.len() * c.vocab_size)?;
+        let logits = s.logits.slice(0..rows * c.vocab_size)?;
         let job = Job {
             weight: &w.head,
             first_row: 0,
@@ -134,7 +138,7 @@ impl Run<'_> {
             y: Output::F32(logits.clone()),
             y_stride: c.vocab_size,
         };
-        ops::linear(self.stream, &[job], rows.len(), Some(&s.workspace))?;
+        ops::linear(self.stream, &[job], rows, Some(&s.workspace))?;
         Ok(logits)
     }
 

@@ -1,12 +1,12 @@
-//! What the kernels of a step must know of its rows, sequences and pages: one list of words, written by the host and
-//! copied once a step.
+//! What the kernels of a step must know of its rows, sequences and pages: two lists of words, written by the host. The
+//! small one is copied every step; the page tables of entries and keys only when they have changed.
 
 use std::ops::Range;
 
 use crate::alloc;
 use crate::backend::cuda::memory::{Buffer, Plain};
 use crate::backend::cuda::ops::{GROUP_ROWS, Group, Sequence};
-use crate::cache::SequenceCache;
+use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::config::LayerKind;
 use crate::model::deepseek_v4::Segment;
@@ -17,11 +17,41 @@ const ALIGNED: usize = 4;
 /// Most pages of a compressor's state.
 const UNDO_PAGES: usize = 8;
 
-/// The words of a step and where each table lies among them.
+/// Fewest blocks of a page table; longer ones have powers of two, so that a table seldom changes its shape.
+const FEWEST_BLOCKS: usize = 4;
+
+/// Blocks of a page table for sequences of up to `blocks`.
+pub(super) fn table_blocks(blocks: usize) -> usize {
+    blocks.next_power_of_two().max(FEWEST_BLOCKS)
+}
+
+/// What the page tables of entries and keys are made from: they change only when this does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct PagesKey {
+    /// Version of each sequence's table, and its blocks.
+    sequences: Vec<(u64, usize)>,
+}
+
+impl PagesKey {
+    pub(super) fn new(segments: &[Segment<'_>]) -> Self {
+        Self { sequences: segments.iter().map(|s| (s.cache.version(), s.cache.table_len())).collect() }
+    }
+
+    /// Blocks of each row of the tables.
+    pub(super) fn pitch(&self) -> usize {
+        table_blocks(self.sequences.iter().map(|s| s.1).max().unwrap_or(0))
+    }
+}
+
+/// The small words of a step and where each table lies.
 pub(super) struct Tables {
     pub(super) words: Vec<u32>,
     pub(super) rows: usize,
     pub(super) sequences: usize,
+    /// Blocks of each row of the page tables of entries and keys.
+    pitch: usize,
+    /// Rows whose logits are wanted.
+    wanted: Range<usize>,
     /// `[rows]` each.
     ids: Range<usize>,
     positions: Range<usize>,
@@ -77,14 +107,15 @@ pub(super) enum Kind {
 }
 
 impl Tables {
-    /// Tables of a step.
+    /// Tables of a step whose `wanted` rows get logits. Those of entries and keys begin at word `pages_at`.
     ///
     /// # Errors
     /// `OutOfMemory`.
-    pub(super) fn new(segments: &[Segment<'_>]) -> Result<Self> {
+    pub(super) fn new(segments: &[Segment<'_>], wanted: &[u32], key: &PagesKey, pages_at: usize) -> Result<Self> {
         let rows: usize = segments.iter().map(|s| s.tokens.len()).sum();
         let caches: Vec<&SequenceCache> = segments.iter().map(|s| s.cache).collect();
         let mut w = Writer { words: Vec::new() };
+        let wanted = w.table(wanted.len(), wanted.iter().copied())?;
         let ids = w.table(rows, segments.iter().flat_map(|s| s.tokens.iter().copied()))?;
         let of_rows = |segment: &Segment<'_>| segment.staged.start..segment.staged.start + segment.tokens.len();
         let positions = w.table(rows, segments.iter().flat_map(of_rows).map(|p| p as u32))?;
@@ -115,18 +146,25 @@ impl Tables {
         let ring_pages = layout.ring_pages();
         let all = (0..layout.layers.len()).flat_map(|layer| caches.iter().flat_map(move |c| c.ring_ids(layer)));
         let rings = w.table(layout.layers.len() * caches.len() * ring_pages, all)?;
+        let pitch = key.pitch();
         let mut layers = alloc::with_capacity("layer tables", layout.layers.len())?;
+        let mut pages = pages_at;
+        let mut next = |tables: usize| {
+            let start = pages;
+            pages += tables * pitch * caches.len();
+            start..pages
+        };
         for (i, layer) in layout.layers.iter().enumerate() {
             let mut t = LayerTables::default();
             if layer.kind != LayerKind::Window {
-                t.entries = w.padded(&caches, |c| c.entry_ids(i))?;
-                t.main = w.padded(&caches, |c| c.main_state_ids(i))?;
-                t.fresh_main = w.padded(&caches, |c| c.fresh_main_ids(i))?;
+                t.entries = next(1);
+                t.main = w.equal(&caches, |c| c.main_state_ids(i))?;
+                t.fresh_main = w.equal(&caches, |c| c.fresh_main_ids(i))?;
             }
             if layer.kind == LayerKind::C4a {
-                t.keys = w.padded(&caches, |c| c.key_ids(i))?;
-                t.index = w.padded(&caches, |c| c.index_state_ids(i))?;
-                t.fresh_index = w.padded(&caches, |c| c.fresh_index_ids(i))?;
+                t.keys = next(1);
+                t.index = w.equal(&caches, |c| c.index_state_ids(i))?;
+                t.fresh_index = w.equal(&caches, |c| c.fresh_index_ids(i))?;
             }
             layers.push(t);
         }
@@ -141,6 +179,8 @@ impl Tables {
             words,
             rows,
             sequences,
+            pitch,
+            wanted,
             ids,
             positions,
             sequence,
@@ -154,10 +194,33 @@ impl Tables {
         })
     }
 
-    /// Most entries of ratio 4 that a row sees.
+    /// Number of rows whose logits are wanted.
+    pub(super) fn wanted(&self) -> usize {
+        self.wanted.len()
+    }
+
+    /// Page tables of entries and keys, in the order of the layers: `[tables, sequences, pitch]`. Behind a sequence's last
+    /// block they are padded with what is never read.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub(super) fn page_words(&self, segments: &[Segment<'_>]) -> Result<Vec<u32>> {
+        let tables = self.layers.iter().flat_map(|t| [&t.entries, &t.keys]).map(Range::len);
+        let mut words = alloc::with_capacity("page tables of a step", tables.sum())?;
+        for (i, t) in self.layers.iter().enumerate() {
+            for segment in segments.iter().filter(|_| !t.entries.is_empty()) {
+                words.extend(segment.cache.entry_ids(i).chain(std::iter::repeat(0)).take(self.pitch));
+            }
+            for segment in segments.iter().filter(|_| !t.keys.is_empty()) {
+                words.extend(segment.cache.key_ids(i).chain(std::iter::repeat(0)).take(self.pitch));
+            }
+        }
+        Ok(words)
+    }
+
+    /// Bound of the entries of ratio 4 that a row sees: those of the page tables' blocks.
     pub(super) fn visible(&self) -> usize {
-        let last = |g: &Group| (g.position + g.rows) as usize / 4;
-        self.group_list.iter().map(last).max().unwrap_or(0)
+        self.pitch * BLOCK_TOKENS / LayerKind::C4a.ratio()
     }
 
     /// Most keys that a row's attention meets: the window and entries of either ratio, `top_k` of ratio 4 at most.
@@ -201,15 +264,6 @@ impl Tables {
         first.first_row as usize..(last.first_row + last.rows) as usize
     }
 
-    /// Row behind the last of each sequence.
-    pub(super) fn ends(&self) -> impl Iterator<Item = usize> + '_ {
-        let last = |pair: &[Group]| pair.len() == 1 || pair[0].sequence != pair[1].sequence;
-        let groups = &self.group_list;
-        (0..groups.len())
-            .filter(move |&i| last(&groups[i..(i + 2).min(groups.len())]))
-            .map(move |i| (groups[i].first_row + groups[i].rows) as usize)
-    }
-
     /// The tables within `words` on the device.
     pub(super) fn on<'a>(&'a self, words: &'a Buffer<u32>) -> OnDevice<'a> {
         OnDevice { tables: self, words }
@@ -224,6 +278,12 @@ pub(super) struct OnDevice<'a> {
 }
 
 impl OnDevice<'_> {
+    /// Rows `part` of those whose logits are wanted.
+    pub(super) fn wanted(&self, part: Range<usize>) -> Result<Buffer<u32>> {
+        let first = self.tables.wanted.start;
+        self.words.slice(first + part.start..first + part.end)
+    }
+
     pub(super) fn ids(&self) -> Result<Buffer<u32>> {
         self.words.slice(self.tables.ids.clone())
     }
@@ -316,14 +376,13 @@ impl Writer {
         })
     }
 
-    /// Appends the lists of all sequences, padded to the longest; what is behind a shorter one is never read.
-    fn padded<'a, I: Iterator<Item = u32>>(
+    /// Appends the lists of all sequences, which have one length.
+    fn equal<'a, I: Iterator<Item = u32>>(
         &mut self,
         caches: &[&'a SequenceCache],
         list: impl Fn(&'a SequenceCache) -> I,
     ) -> Result<Range<usize>> {
-        let pitch = caches.iter().map(|c| list(c).count()).max().unwrap_or(0);
-        let values = caches.iter().flat_map(|c| list(c).chain(std::iter::repeat(0)).take(pitch));
-        self.table(caches.len() * pitch, values)
+        let len = caches.iter().map(|c| list(c).count()).sum();
+        self.table(len, caches.iter().flat_map(|c| list(c)))
     }
 }

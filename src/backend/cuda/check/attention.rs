@@ -101,6 +101,7 @@ pub(super) fn far_pages(lab: &mut Lab<'_>) -> Result<()> {
             heads,
             visible,
             stepwise: true,
+            bad: None,
         };
         ops::scores(&lab.stream, &a)?;
         results.push((lab.get(&out)?, lab.get(&scores)?));

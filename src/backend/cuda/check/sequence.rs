@@ -295,7 +295,7 @@ fn score_rows(
     let visible = step.rows.iter().map(|r| (r.1 + 1) / 4).max().unwrap_or(0);
     let pitch = visible + 5;
     let (keys, d_groups) = (world.keys.put(lab)?, lab.put(&groups)?);
-    let scores = lab.output(rows * pitch)?;
+    let (scores, bad) = (lab.output(rows * pitch)?, lab.put(&[0u32])?);
     let a = Scores {
         q: device.0,
         weights: device.1,
@@ -308,8 +308,16 @@ fn score_rows(
         heads,
         visible,
         stepwise,
+        bad: Some(&bad),
     };
     ops::scores(&lab.stream, &a)?;
+    let seen = lab.get(&bad)?[0];
+    let mut with_nan = lab.get_bf16(device.1)?;
+    with_nan[(rows - 1) * heads] = f32::NAN;
+    let (weights, spoiled) = (lab.put_bf16(&with_nan)?, lab.output(rows * pitch)?);
+    ops::scores(&lab.stream, &Scores { weights: &weights, scores: &spoiled, ..a })?;
+    let wrong = (seen != 0) as u32 + (lab.get(&bad)?[0] == 0) as u32;
+    lab.report("index_scores, NaN", format!("{rows} rows, {heads} heads"), f64::from(wrong), 0.0);
     let (ids, counts) = (lab.output(rows * k)?, lab.output(rows)?);
     let (positions, parts) = (Some((&step.d_positions, 4)), None);
     ops::top_k(&lab.stream, &TopK { scores: &scores, pitch, positions, ids: &ids, counts: &counts, k, parts })?;

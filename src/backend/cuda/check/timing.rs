@@ -435,6 +435,7 @@ fn indexer(b: &mut Bench<'_>) -> Result<()> {
                 heads,
                 visible: keys,
                 stepwise: true,
+                bad: None,
             };
             ops::scores(stream, &a)
         };

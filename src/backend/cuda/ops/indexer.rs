@@ -96,6 +96,8 @@ pub(crate) struct Scores<'a> {
     pub(crate) visible: usize,
     /// Products, weighted products and sums are rounded to bf16.
     pub(crate) stepwise: bool,
+    /// `[1]`, set to 1 if a score is NaN: one that is compared would not show.
+    pub(crate) bad: Option<&'a Buffer<u32>>,
 }
 
 #[derive(Clone, Copy)]
@@ -106,6 +108,7 @@ struct ScoreParams {
     groups: u64,
     keys: RawPages,
     scores: u64,
+    bad: u64,
     first_row: u32,
     pitch: u32,
     heads: u32,
@@ -128,12 +131,16 @@ pub(crate) fn scores(stream: &Stream, a: &Scores<'_>) -> Result<()> {
     if a.visible > a.pitch || a.keys.page_bytes != 64 * KEY_BYTES {
         bail!(InvalidArgument, "{} visible entries in score rows of {}", a.visible, a.pitch);
     }
+    if let Some(bad) = a.bad {
+        exact("the flag of a step", bad, 1)?;
+    }
     let params = ScoreParams {
         q: a.q.address(),
         weights: a.weights.address(),
         groups: a.groups.address(),
         keys: a.keys.raw("the table of index keys", a.sequences, a.visible.div_ceil(64))?,
         scores: a.scores.address(),
+        bad: address(a.bad),
         first_row: word("a row", a.first_row)?,
         pitch: word("visible entries", a.pitch)?,
         heads: a.heads as u32,
