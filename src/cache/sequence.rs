@@ -421,7 +421,8 @@ impl SequenceCache {
     /// A number that changes whenever the table of blocks changes other than by blocks at its end, and that no other
     /// sequence of the process has: while it stays, a device's copy of the table is only to be continued.
     pub fn version(&self) -> u64 {
-        self.version
+        // versions stay below 2^40 for longer than any process lives
+        self.version | self.manager.pool().compactions() << 40
     }
 
     /// Numbers in the page memory of the pages of the window ring of `layer`: row p at slot p mod window, 64 slots a page.
