@@ -310,8 +310,8 @@ mod tests {
             assert_eq!(id(number), to, "a page is where its content went");
         }
         let usage = slabs.usage();
-        for b in 0..3 {
-            assert!(usage.free[b] < SLAB / SIZES[b] as u64, "more than one slab is not full: {usage:?}");
+        for (free, size) in usage.free.iter().zip(SIZES) {
+            assert!(free * (size as u64) < SLAB, "more than one slab is not full: {usage:?}");
         }
     }
 
