@@ -21,13 +21,36 @@ impl CacheLayout {
 
     /// Bytes of the pages of one sequence's windows and states: what it costs however long it is, padding included.
     pub fn fixed_page_bytes(&self) -> (u64, u64) {
-        let sizes = self.page_bytes().map(|size| size as u64);
-        let window = (self.layers.len() * self.ring_pages()) as u64 * sizes[Bucket::Wide as usize];
-        let state = |i| {
-            let (bucket, pages) = self.main_state_pages(i);
-            pages as u64 * sizes[bucket as usize] + self.index_state_pages(i) as u64 * sizes[Bucket::Index as usize]
-        };
-        (window, (0..self.layers.len()).map(state).sum())
+        (self.bytes_of(self.window_pages()), self.bytes_of(self.compressor_pages()))
+    }
+
+    /// Pages of one sequence's windows: wide, index, narrow.
+    pub(super) fn window_pages(&self) -> [u64; 3] {
+        [(self.layers.len() * self.ring_pages()) as u64, 0, 0]
+    }
+
+    /// Pages of one sequence's compressor states: wide, index, narrow.
+    pub(super) fn compressor_pages(&self) -> [u64; 3] {
+        let mut pages = [0; 3];
+        for i in 0..self.layers.len() {
+            let (bucket, main) = self.main_state_pages(i);
+            pages[bucket as usize] += main as u64;
+            pages[Bucket::Index as usize] += self.index_state_pages(i) as u64;
+        }
+        pages
+    }
+
+    /// Pages of one block in all layers: wide, index, narrow.
+    pub(super) fn all_block_pages(&self) -> [u64; 3] {
+        let mut pages = [0; 3];
+        for i in 0..self.layers.len() {
+            pages.iter_mut().zip(self.block_pages(i)).for_each(|(sum, of_layer)| *sum += of_layer as u64);
+        }
+        pages
+    }
+
+    fn bytes_of(&self, pages: [u64; 3]) -> u64 {
+        pages.iter().zip(self.page_bytes()).map(|(pages, size)| pages * size as u64).sum()
     }
 
     /// Bytes of a slab of a [`PageMemory`](super::PageMemory): what is beyond a multiple of it is not used there.

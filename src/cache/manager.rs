@@ -173,6 +173,16 @@ impl CacheManager {
         }
     }
 
+    /// In a page memory, makes what is free between used pages of one size usable for the others; returns how many bytes
+    /// that are. Worth a try, while no step is at work on the device, before `NoBlocks` is taken for an answer: pages change
+    /// their numbers, and sequences their [versions](super::SequenceCache::version). [`Self::take`] never does it by itself.
+    ///
+    /// # Errors
+    /// Those of the page memory, and `OutOfMemory`; all pages are then where they were.
+    pub fn compact(&self) -> Result<u64> {
+        self.pool.compact()
+    }
+
     /// Several pages of one bucket.
     pub fn take_many(&self, bucket: Bucket, pages: usize) -> Result<Vec<Page>> {
         let mut taken = alloc::with_capacity("cache page list", pages)?;

@@ -2,8 +2,11 @@
 //! memory their content is the same.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::fake::FakeMemory;
+use super::file::Identity;
+use super::tier::{TierOptions, Tiers};
 use super::*;
 use crate::error::{ErrorKind, Result};
 use crate::model::config::LayerKind;
@@ -70,8 +73,8 @@ impl Step {
 
     /// Entries, or index keys, that tokens `start..` complete: number, bytes.
     fn completed(self, what: usize, layer: usize, start: usize, ratio: usize, len: usize) -> Vec<(usize, Vec<u8>)> {
-        let range = if ratio == 0 { 0..0 } else { start / ratio..(start + self.count) / ratio };
-        range.map(|j| (j, self.bytes(what, layer, j, len))).collect()
+        let before = |tokens: usize| tokens.checked_div(ratio).unwrap_or(0);
+        (before(start)..before(start + self.count)).map(|j| (j, self.bytes(what, layer, j, len))).collect()
     }
 
     fn on_host(self, cache: &mut SequenceCache) -> Result<()> {
@@ -166,7 +169,8 @@ impl Step {
                 memory.write((page * wide + slot % 64 * row) as u64, &self.row(i, position)).unwrap();
             }
         }
-        staged.keep_rows(&layout, &kept_rows).unwrap();
+        assert!(staged.kept() == 0 || staged.keep_rows(&kept_rows[1..]).is_err());
+        staged.keep_rows(&kept_rows).unwrap();
         cache.commit(staged);
         Ok(())
     }
@@ -260,7 +264,7 @@ impl World {
 
     /// Does one thing on the device and, if that did not fail, on the host; says what.
     fn act(&mut self, at: usize) -> (&'static str, Result<()>) {
-        let choice = self.random.below(12);
+        let choice = self.random.below(13);
         let twin = &mut self.twins[at];
         let len = twin.host.len();
         match choice {
@@ -312,7 +316,8 @@ impl World {
                 }
                 ("clear", done)
             }
-            _ => ("restore", self.restore(at)),
+            11 => ("restore", self.restore(at)),
+            _ => ("compact", self.device.compact().map(drop)),
         }
     }
 
@@ -403,4 +408,142 @@ fn a_copy_is_one_call_however_many_pages_it_has() {
     calls("an empty state", 2 + 3 + 6 + 1, &mut || drop(State::new(&device).unwrap()));
     calls("staging with a shared state", 1, &mut || drop(cache.stage(300).unwrap()));
     calls("staging", 0, &mut || drop(cache.stage(300).unwrap()));
+
+    drop((state, block));
+    let bytes = cache.bytes();
+    assert_eq!(bytes.window + bytes.state + bytes.pages, device.stats().pool.used_bytes);
+    assert_eq!(device.stats().pool.held_bytes % layout().slab_bytes(), 0);
+}
+
+#[test]
+fn a_step_that_kept_nothing_cannot_be_taken_back_nor_can_those_before() {
+    let memory = Arc::new(FakeMemory::new(20 * layout().slab_bytes()));
+    let device = manager(Some(&memory));
+    let mut cache = SequenceCache::new(&device, ROLLBACK).unwrap();
+    Step { salt: 1, count: 10 }.in_memory(&mut cache, &memory).unwrap();
+    assert!(cache.can_roll_back(5) && !cache.can_roll_back(4));
+    let staged = cache.stage(2).unwrap();
+    cache.commit(staged);
+    assert!(!cache.can_roll_back(11));
+    Step { salt: 2, count: 3 }.in_memory(&mut cache, &memory).unwrap();
+    assert!(cache.can_roll_back(12) && !cache.can_roll_back(11));
+}
+
+#[test]
+fn what_compaction_frees_can_be_had_by_pages_of_any_size() {
+    let slabs = 12;
+    let memory = Arc::new(FakeMemory::new(slabs * layout().slab_bytes()));
+    let device = manager(Some(&memory));
+    let take = |bucket, pages: usize| (0..pages).map(|_| device.take(bucket).unwrap()).collect::<Vec<_>>();
+    let mut narrow = take(Bucket::Narrow, slabs as usize * 544);
+    for (i, page) in narrow.iter_mut().enumerate() {
+        page.write(0..16, |bytes| {
+            bytes.copy_from_slice(&(i as u128).to_le_bytes());
+            Ok(())
+        })
+        .unwrap();
+    }
+    let mut i = 0;
+    narrow.retain(|_| {
+        i += 1;
+        i % 100 == 0
+    });
+    let error = device.take(Bucket::Wide).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NoBlocks);
+    assert!(error.message().contains("free between pages of other sizes"), "{error}");
+
+    memory.fail_nth(1);
+    assert_eq!(device.compact().unwrap_err().kind(), ErrorKind::Unavailable);
+    assert!(device.take(Bucket::Wide).is_err());
+    let freed = device.compact().unwrap();
+    assert_eq!(freed, (slabs - 1) * layout().slab_bytes());
+    assert_eq!(device.compact().unwrap(), 0, "nothing is left to move");
+    for (i, page) in narrow.iter().enumerate() {
+        page.read(0..16, |bytes| {
+            assert_eq!(bytes, (i as u128 * 100 + 99).to_le_bytes());
+            Ok(())
+        })
+        .unwrap();
+    }
+    drop(take(Bucket::Wide, (slabs as usize - 1) * 17));
+    drop(narrow);
+    assert_eq!(device.stats().pool, PoolUsage::default());
+}
+
+#[test]
+fn pages_keep_their_content_while_others_compact() {
+    let memory = Arc::new(FakeMemory::new(60 * layout().slab_bytes()));
+    let device = manager(Some(&memory));
+    let (done, compacted) = (AtomicBool::new(false), AtomicU64::new(0));
+    let work = |seed: u64| {
+        let (mut held, mut random) = (Vec::new(), Random(seed));
+        for round in 0..400 {
+            let tag = random.below(256) as u8;
+            let block = Block::import(&device, BLOCK_TOKENS, &mut |out| {
+                out.fill(tag);
+                Ok(())
+            })
+            .unwrap();
+            held.push((tag, block.copy(&device).unwrap()));
+            if held.len() > 60 {
+                held.retain(|_| random.below(4) == 0);
+            }
+            for (tag, block) in &held {
+                let same = |bytes: &[u8]| {
+                    assert!(bytes.iter().all(|byte| byte == tag), "seed {seed}, round {round}");
+                    Ok(())
+                };
+                block.export(device.layout(), 16, &mut { same }).unwrap();
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..2).map(|seed| scope.spawn(move || work(seed))).collect();
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                compacted.fetch_add(device.compact().unwrap(), Ordering::Relaxed);
+            }
+        });
+        let results: Vec<_> = workers.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
+        done.store(true, Ordering::Relaxed);
+        results.into_iter().for_each(|result| result.unwrap());
+    });
+    assert!(compacted.load(Ordering::Relaxed) > 0, "nothing was ever moved");
+    assert_eq!(device.stats().pool, PoolUsage::default());
+}
+
+#[test]
+fn prefixes_in_a_page_memory_are_found_evicted_to_the_tiers_and_brought_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = TierOptions { directory: Some(folder.path().to_owned()), ..TierOptions::default() };
+    let identity = Identity { fingerprint: 1, numerics: "reference".to_owned(), vocab: 1024, layout: layout() };
+    let options =
+        CacheOptions { limit: u64::MAX, checkpoint_limit: u64::MAX, policy: CheckpointPolicy::Boundary, poison: true };
+    let memory = Arc::new(FakeMemory::new(12 * layout().slab_bytes()));
+    let tiers = Some(Tiers::new(tier, identity).unwrap());
+    let device = CacheManager::with_memory(layout(), options, b"", tiers, Some(Arc::clone(&memory) as _));
+    let tokens = |path: u32| (0..BLOCK_TOKENS as u32).map(|i| path << 8 | i).collect::<Vec<_>>();
+    let step = |path: u32, count| Step { salt: path as usize, count };
+
+    let host = manager(None);
+    let mut want = Vec::new();
+    for path in 0..30 {
+        let mut plain = SequenceCache::new(&host, 0).unwrap();
+        step(path, BLOCK_TOKENS).on_host(&mut plain).unwrap();
+        want.push(content(&plain));
+        let mut cache = SequenceCache::new(&device, 0).unwrap();
+        step(path, BLOCK_TOKENS).in_memory(&mut cache, &memory).unwrap();
+        device.publish(device.root(), &tokens(path), &cache.full_blocks()[0]).unwrap();
+        device.keep_checkpoint(device.root().extend(&tokens(path)), Checkpoint::new(cache.checkpoint()));
+    }
+    assert!(device.stats().evicted_blocks > 10, "{:?}", device.stats());
+    device.flush();
+    for path in (0..30).rev() {
+        let prompt = [tokens(path), vec![1]].concat();
+        let mut hit = device.lookup(device.root(), &prompt).unwrap();
+        let state = hit.checkpoint.take().unwrap_or_else(|| panic!("path {path} was lost")).state;
+        let mut cache = SequenceCache::new(&device, 0).unwrap();
+        cache.extend(&hit.blocks, state).unwrap();
+        assert!(content(&cache) == want[path as usize], "path {path}");
+    }
 }

@@ -1,7 +1,8 @@
 //! The cache: window rings, compressed entries and index keys in pages of three sizes, and the running states of the
 //! compressors; shared between sequences where prefixes are equal.
 //!
-//! * [`PagePool`] has the memory, [`CacheManager`] the limits, the [prefix index](PrefixKey) and the figures.
+//! * [`PagePool`] has the memory, on the host or what a backend supplies as [`PageMemory`]; [`CacheManager`] has the
+//!   limits, the [prefix index](PrefixKey) and the figures.
 //! * A [`Block`] is the pages of all layers for 256 tokens; a [`State`] is what a sequence carries besides.
 //! * A [`SequenceCache`] is a table of blocks and a state, each of its own or shared; what is shared is copied before
 //!   it is written.

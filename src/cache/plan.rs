@@ -69,15 +69,54 @@ impl CachePlan {
         plan
     }
 
+    /// The plan where pages lie in a [`PageMemory`](super::PageMemory) of `limit` bytes: a sequence has its compressor
+    /// states twice, and each page size has slabs of its own.
+    pub fn in_page_memory(config: &Config, format: KvFormat, context: usize, limit: u64) -> Self {
+        let layout = CacheLayout::new(config, format);
+        let mut plan = Self::new(config, format, context, limit);
+        plan.sequence += layout.fixed_page_bytes().1;
+        let (windows, states, block) = (layout.window_pages(), layout.compressor_pages(), layout.all_block_pages());
+        let slab = layout.slab_bytes();
+        let fits = |sequences: u64, blocks: u64| {
+            let slabs = |b: usize| {
+                let pages = (windows[b] + 2 * states[b]).saturating_add(blocks.saturating_mul(block[b]));
+                sequences.saturating_mul(pages).div_ceil(slab / layout.page_bytes()[b].max(1) as u64)
+            };
+            slabs(0).saturating_add(slabs(1)).saturating_add(slabs(2)) <= limit / slab
+        };
+        let blocks = context.div_ceil(BLOCK_TOKENS) as u64;
+        plan.sequences = most(plan.limit / plan.pages(context), |sequences| fits(sequences, blocks));
+        let longest = most(plan.longest_context.div_ceil(BLOCK_TOKENS) as u64, |blocks| fits(1, blocks));
+        plan.longest_context = plan.longest_context.min(longest as usize * BLOCK_TOKENS);
+        plan
+    }
+
     /// Pages of one sequence of `tokens` tokens.
     pub fn pages(&self, tokens: usize) -> u64 {
         self.sequence + tokens.div_ceil(BLOCK_TOKENS) as u64 * self.block
     }
 }
 
+/// The largest number up to `limit` that fits, where every smaller one does too; 0 if none does.
+fn most(limit: u64, fits: impl Fn(u64) -> bool) -> u64 {
+    let (mut low, mut high) = (0, limit);
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if fits(middle) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    low
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::cache::fake::FakeMemory;
     use crate::cache::{CacheManager, CacheOptions, SequenceCache};
     use crate::error::ErrorKind;
 
@@ -88,11 +127,20 @@ mod tests {
     #[test]
     fn what_the_plan_says_fits_does_and_nothing_more() {
         let config = tiny();
-        let context = 1000;
-        let plan = CachePlan::new(&config, KvFormat::Fp8, context, 10_000_000);
+        let (context, format, limit) = (1000, KvFormat::Fp8, 10_000_000);
+        let plan = CachePlan::new(&config, format, context, limit);
+        let options = CacheOptions { limit, ..CacheOptions::PRIVATE };
+        check(&plan, context, || CacheManager::new(CacheLayout::new(&config, format), options.clone(), b""));
+
+        let plan = CachePlan::in_page_memory(&config, format, context, limit);
+        check(&plan, context, || {
+            let (memory, layout) = (FakeMemory::new(limit), CacheLayout::new(&config, format));
+            CacheManager::with_memory(layout, CacheOptions::PRIVATE, b"", None, Some(Arc::new(memory)))
+        });
+    }
+
+    fn check(plan: &CachePlan, context: usize, manager: impl Fn() -> Arc<CacheManager>) {
         assert!(plan.sequences > 2 && plan.longest_context > 10_000, "{plan:?}");
-        let options = CacheOptions { limit: plan.limit, ..CacheOptions::PRIVATE };
-        let manager = || CacheManager::new(CacheLayout::new(&config, KvFormat::Fp8), options.clone(), b"");
         let fill = |cache: &mut SequenceCache, tokens: usize| {
             let staged = cache.stage(tokens)?;
             cache.commit(staged);
@@ -122,6 +170,10 @@ mod tests {
         let config = tiny();
         let plan = CachePlan::new(&config, KvFormat::Fp8, 1, 1000);
         assert_eq!((plan.sequences, plan.longest_context), (0, 0));
+        let plan = CachePlan::in_page_memory(&config, KvFormat::Fp8, 1, 1000);
+        assert_eq!((plan.sequences, plan.longest_context), (0, 0));
+        let all = CachePlan::in_page_memory(&config, KvFormat::Fp8, 1, u64::MAX);
+        assert_eq!(all.longest_context, config.max_position_embeddings);
         let all = CachePlan::new(&config, KvFormat::Fp8, 1, u64::MAX);
         assert_eq!(all.longest_context, config.max_position_embeddings);
         assert!(all.draft_windows > 0, "tiny-v4 has a draft module");

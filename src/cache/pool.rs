@@ -6,15 +6,16 @@
 //! Invariant: a page belongs to whoever holds its [`Page`] and returns to the pool when that is dropped. On the host, free
 //! pages of one bucket are given up when another bucket needs the room, so no sequence of takes and drops can strand
 //! memory: while `used + page <= limit`, a page can be had. In a page memory that holds for whole slabs: what is free
-//! between used pages serves their bucket alone.
+//! between used pages serves their bucket alone, until [`PagePool::compact`] moves them together.
 #![forbid(unsafe_code)]
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use super::memory::{PageMemory, PageMove};
-use super::slabs::Slabs;
+use super::slabs::{PageNumber, Slabs};
 use crate::alloc;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -72,8 +73,17 @@ pub struct PagePool {
 enum Home {
     /// Each in an allocation of its own.
     Host(Mutex<HostPages>),
-    /// In a backend's memory, at the places that the table gives out.
-    Memory(Arc<dyn PageMemory>, Mutex<Slabs>),
+    /// In a backend's memory, side by side.
+    Memory(MemoryPages),
+}
+
+struct MemoryPages {
+    memory: Arc<dyn PageMemory>,
+    slabs: Mutex<Slabs>,
+    /// Read by whoever uses a page's number, written by who changes numbers. Taken before `slabs`.
+    numbers: RwLock<()>,
+    /// How often numbers have changed.
+    compactions: AtomicU64,
 }
 
 #[derive(Default)]
@@ -91,7 +101,7 @@ pub struct Page {
 
 enum Place {
     Host(Vec<u8>),
-    Memory(u32),
+    Memory(PageNumber),
 }
 
 impl PagePool {
@@ -102,7 +112,9 @@ impl PagePool {
             None => (limit, Home::Host(Mutex::default())),
             Some(memory) => {
                 let limit = limit.min(memory.len());
-                (limit, Home::Memory(memory, Mutex::new(Slabs::new(page_bytes, limit))))
+                let slabs = Mutex::new(Slabs::new(page_bytes, limit));
+                let (numbers, compactions) = (RwLock::new(()), AtomicU64::new(0));
+                (limit, Home::Memory(MemoryPages { memory, slabs, numbers, compactions }))
             }
         };
         Arc::new(Self { page_bytes, limit, poison, home })
@@ -127,7 +139,7 @@ impl PagePool {
     pub fn usage(&self) -> PoolUsage {
         match &self.home {
             Home::Host(pages) => lock(pages).usage,
-            Home::Memory(_, slabs) => lock(slabs).usage(),
+            Home::Memory(home) => lock(&home.slabs).usage(),
         }
     }
 
@@ -139,11 +151,12 @@ impl PagePool {
     pub fn take(self: &Arc<Self>, bucket: Bucket) -> Result<Page> {
         let place = match &self.home {
             Home::Host(pages) => Place::Host(self.take_on_host(pages, bucket)?),
-            Home::Memory(_, slabs) => Place::Memory(self.take_in_memory(slabs, bucket)?),
+            Home::Memory(home) => Place::Memory(self.take_in_memory(&home.slabs, bucket)?),
         };
         let page = Page { bucket, place, pool: Arc::clone(self) };
-        if let Place::Memory(_) = page.place {
-            page.poison()?;
+        if let Home::Memory(home) = &self.home {
+            let _stays = home.stay();
+            page.poison(home)?;
         }
         Ok(page)
     }
@@ -171,10 +184,10 @@ impl PagePool {
         })
     }
 
-    fn take_in_memory(&self, slabs: &Mutex<Slabs>, bucket: Bucket) -> Result<u32> {
+    fn take_in_memory(&self, slabs: &Mutex<Slabs>, bucket: Bucket) -> Result<PageNumber> {
         let mut slabs = lock(slabs);
         match slabs.take(bucket)? {
-            Some(id) => Ok(id),
+            Some(number) => Ok(number),
             None => Err(self.is_full(bucket, slabs.usage())),
         }
     }
@@ -210,19 +223,58 @@ impl PagePool {
     /// # Errors
     /// Those of the page memory, and `OutOfMemory`; on the host none.
     pub(super) fn copy<'a>(&self, pairs: impl Iterator<Item = (&'a mut Page, &'a Page)>) -> Result<()> {
+        let Home::Memory(home) = &self.home else {
+            pairs.for_each(|(to, from)| to.bytes_mut().copy_from_slice(from.bytes()));
+            return Ok(());
+        };
+        let _stay = home.stay();
         let mut moves = Vec::new();
         for (to, from) in pairs {
-            if let (Place::Host(to), Place::Host(from)) = (&mut to.place, &from.place) {
-                to.copy_from_slice(from);
-                continue;
-            }
             alloc::reserve("page copies", &mut moves, 1)?;
             moves.push(PageMove { from: from.address(), to: to.address(), len: from.len() as u64 });
         }
-        match &self.home {
-            Home::Memory(memory, _) if !moves.is_empty() => memory.copy(&moves),
-            _ => Ok(()),
+        if moves.is_empty() { Ok(()) } else { home.memory.copy(&moves) }
+    }
+
+    /// In a page memory, moves pages together, so that of what is free less than two slabs can be had by some buckets only.
+    /// Their numbers change: no step may be at work. Returns the bytes that have become free for all buckets.
+    ///
+    /// # Errors
+    /// Those of the page memory, and `OutOfMemory`; all pages are then where they were.
+    pub fn compact(&self) -> Result<u64> {
+        let Home::Memory(home) = &self.home else { return Ok(0) };
+        let _alone = home.numbers.write().unwrap_or_else(PoisonError::into_inner);
+        let mut slabs = lock(&home.slabs);
+        let (held, places) = (slabs.usage().held_bytes, slabs.gather()?);
+        if places.is_empty() {
+            return Ok(0);
         }
+        let moved = alloc::with_capacity("page moves", places.len()).and_then(|mut moves| {
+            moves.extend(places.iter().map(|place| {
+                let len = self.page_bytes(place.bucket) as u64;
+                PageMove { from: u64::from(place.from) * len, to: u64::from(place.to) * len, len }
+            }));
+            home.memory.copy(&moves)
+        });
+        slabs.settle(&places, moved.is_ok());
+        moved?;
+        home.compactions.fetch_add(1, Ordering::Relaxed);
+        Ok(held - slabs.usage().held_bytes)
+    }
+
+    /// How often the numbers of pages have changed.
+    pub(super) fn compactions(&self) -> u64 {
+        match &self.home {
+            Home::Host(_) => 0,
+            Home::Memory(home) => home.compactions.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl MemoryPages {
+    /// While the guard lives, pages keep their numbers.
+    fn stay(&self) -> RwLockReadGuard<'_, ()> {
+        self.numbers.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -251,11 +303,12 @@ impl HostPages {
 }
 
 impl Page {
-    /// Its number in the page memory, where it lies at `number * page_bytes`; `None` on the host.
+    /// Its number in the page memory, where it lies at `number * page_bytes`; `None` on the host. It changes when the pool
+    /// is [compacted](PagePool::compact).
     pub fn id(&self) -> Option<u32> {
-        match self.place {
+        match &self.place {
             Place::Host(_) => None,
-            Place::Memory(id) => Some(id),
+            Place::Memory(number) => Some(number.load(Ordering::Relaxed)),
         }
     }
 
@@ -290,12 +343,14 @@ impl Page {
     /// # Errors
     /// That of `use_bytes`, of the page memory, or `OutOfMemory`.
     pub(super) fn read(&self, range: Range<usize>, use_bytes: impl FnOnce(&[u8]) -> Result<()>) -> Result<()> {
-        let Home::Memory(memory, _) = &self.pool.home else { return use_bytes(&self.bytes()[range]) };
+        let Home::Memory(home) = &self.pool.home else { return use_bytes(&self.bytes()[range]) };
         if range.is_empty() {
             return use_bytes(&[]);
         }
         let mut bytes = alloc::zeroed("part of a page", range.len())?;
-        memory.read(self.address() + range.start as u64, &mut bytes)?;
+        let stays = home.stay();
+        home.memory.read(self.address() + range.start as u64, &mut bytes)?;
+        drop(stays);
         use_bytes(&bytes)
     }
 
@@ -304,27 +359,24 @@ impl Page {
     /// # Errors
     /// That of `fill`, and on the host no other; those of the page memory, or `OutOfMemory`. The bytes are then undefined.
     pub(super) fn write(&mut self, range: Range<usize>, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
-        let address = self.address() + range.start as u64;
-        let Home::Memory(memory, _) = &self.pool.home else { return fill(&mut self.bytes_mut()[range]) };
+        let Home::Memory(home) = &self.pool.home else { return fill(&mut self.bytes_mut()[range]) };
         if range.is_empty() {
             return fill(&mut []);
         }
         let mut bytes = alloc::zeroed("part of a page", range.len())?;
         fill(&mut bytes)?;
-        memory.write(address, &bytes)
+        let _stays = home.stay();
+        home.memory.write(self.address() + range.start as u64, &bytes)
     }
 
-    /// First byte in the page memory.
+    /// First byte in the page memory, while it stays there.
     fn address(&self) -> u64 {
         u64::from(self.id().unwrap_or(0)) * self.len() as u64
     }
 
-    /// In a poisoning pool, fills a page in the page memory.
-    fn poison(&self) -> Result<()> {
-        match &self.pool.home {
-            Home::Memory(memory, _) if self.pool.poison => memory.fill(self.address(), self.len() as u64, POISON),
-            _ => Ok(()),
-        }
+    /// In a poisoning pool, fills a page in the page memory, while it stays there.
+    fn poison(&self, home: &MemoryPages) -> Result<()> {
+        if self.pool.poison { home.memory.fill(self.address(), self.len() as u64, POISON) } else { Ok(()) }
     }
 }
 
@@ -338,10 +390,11 @@ impl Drop for Page {
                 }
                 lock(pages).put(self.bucket, bytes);
             }
-            (&mut Place::Memory(id), Home::Memory(_, slabs)) => {
+            (Place::Memory(number), Home::Memory(home)) => {
+                let (number, _stays) = (Arc::clone(number), home.stay());
                 // a memory that refuses this is broken, and says so to whoever uses it next
-                drop(self.poison());
-                lock(slabs).put(self.bucket, id);
+                drop(self.poison(home));
+                lock(&home.slabs).put(self.bucket, number.load(Ordering::Relaxed));
             }
             // a page lies where its pool has pages
             _ => {}
@@ -351,9 +404,9 @@ impl Drop for Page {
 
 impl fmt::Debug for Page {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.place {
-            Place::Host(_) => write!(f, "{} page", self.bucket),
-            Place::Memory(id) => write!(f, "{} page {id}", self.bucket),
+        match self.id() {
+            None => write!(f, "{} page", self.bucket),
+            Some(id) => write!(f, "{} page {id}", self.bucket),
         }
     }
 }

@@ -79,6 +79,8 @@ pub struct Staged {
     undo: Option<Undo>,
     /// How many those are.
     kept: usize,
+    /// Bytes of the window rows that they overwrite.
+    kept_bytes: usize,
 }
 
 impl Staged {
@@ -100,10 +102,10 @@ impl Staged {
     ///
     /// # Errors
     /// `InvalidArgument` if they are not that many bytes.
-    pub fn keep_rows(&mut self, layout: &CacheLayout, rows: &[u8]) -> Result<()> {
-        let bytes = self.kept * layout.layers.len() * layout.row_bytes();
+    pub fn keep_rows(&mut self, rows: &[u8]) -> Result<()> {
+        let (kept, bytes) = (self.kept, self.kept_bytes);
         if rows.len() != bytes {
-            bail!(InvalidArgument, "{} bytes of window rows to keep, {} tokens have {bytes}", rows.len(), self.kept);
+            bail!(InvalidArgument, "{} bytes of window rows to keep, {kept} tokens overwrite {bytes}", rows.len());
         }
         if let Some(undo) = &mut self.undo {
             undo.keep_rows(rows);
@@ -283,7 +285,7 @@ impl SequenceCache {
             }
             layers.push(staged);
         }
-        Ok(Staged { start, count, layers, undo, kept })
+        Ok(Staged { start, count, layers, undo, kept, kept_bytes: kept * layout.layers.len() * row })
     }
 
     /// Has everything that `count` more tokens will write in pages that nobody else uses.
@@ -421,7 +423,8 @@ impl SequenceCache {
     /// A number that changes whenever the table of blocks changes other than by blocks at its end, and that no other
     /// sequence of the process has: while it stays, a device's copy of the table is only to be continued.
     pub fn version(&self) -> u64 {
-        self.version
+        // versions stay below 2^40 for longer than any process lives
+        self.version | self.manager.pool().compactions() << 40
     }
 
     /// Numbers in the page memory of the pages of the window ring of `layer`: row p at slot p mod window, 64 slots a page.
