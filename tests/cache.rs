@@ -8,7 +8,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::golden::{self, Golden};
+use common::golden;
 use common::subject;
 use dsv4::cache::tier::{Prefetch, TierOptions};
 use dsv4::cache::{CacheLayout, CachePlan, CheckpointPolicy};
@@ -22,7 +22,7 @@ const SIDE_BY_SIDE: u64 = 2;
 const LONGEST: usize = 900;
 
 fn nano() -> std::path::PathBuf {
-    Golden::open(&golden::committed().join("nano-flash")).checkpoint()
+    golden::small()
 }
 
 struct Rng(u64);

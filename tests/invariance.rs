@@ -49,7 +49,7 @@ fn options(numerics: Numerics, threads: usize, prefill_chunk: usize) -> EngineOp
 /// The engine's own chunks, in every mode.
 fn check_chunks(name: &str, numerics: Numerics) {
     let golden = nano(name);
-    let (folder, tokens) = (golden.checkpoint(), tokens(&golden, LENGTH));
+    let (folder, tokens) = (golden.runnable(), tokens(&golden, LENGTH));
     let whole = fed(&folder, options(numerics, 1, LENGTH), &tokens, &[LENGTH]);
     assert!(whole.len() > LENGTH * 100, "logits of every position");
     for chunk in [1, 2, 3, 127, 128, 129, 256, 512] {
@@ -84,7 +84,7 @@ fn chunks_of_any_size_give_the_same_logits_in_exact() {
 fn thread_counts_give_the_same_logits() {
     for name in ["nano-flash", "nano-pro", "nano-base", "nano-dspark"] {
         let golden = nano(name);
-        let (folder, tokens) = (golden.checkpoint(), tokens(&golden, 200));
+        let (folder, tokens) = (golden.runnable(), tokens(&golden, 200));
         for numerics in Numerics::ALL {
             let [one, two, three] = [1, 2, 3].map(|n| fed(&folder, options(numerics, n, 64), &tokens, &[150, 1]));
             assert!(one == two && one == three, "{name} {numerics}: thread counts differ");
@@ -119,7 +119,7 @@ proptest! {
         model in 0..3_usize,
     ) {
         let golden = nano(["nano-flash", "nano-pro", "nano-base"][model]);
-        let (folder, tokens) = (golden.checkpoint(), tokens(&golden, length));
+        let (folder, tokens) = (golden.runnable(), tokens(&golden, length));
         let numerics = Numerics::ALL[mode];
         let whole = fed(&folder, options(numerics, 1, length), &tokens, &[length]);
         let cut = fed(&folder, options(numerics, threads, chunk), &tokens, &sizes);
@@ -137,7 +137,7 @@ fn many_random_splits_of_long_prompts_give_the_same_logits() {
     });
     let splits = (prop::collection::vec(1..400_usize, 1..20), 1..300_usize, 1..4_usize, 1..900_usize, 0..4_usize);
     let golden = nano("nano-flash");
-    let folder = golden.checkpoint();
+    let folder = golden.runnable();
     runner
         .run(&splits, |(sizes, chunk, threads, length, mode)| {
             let (numerics, tokens) = (Numerics::ALL[mode], tokens(&golden, length));
@@ -151,7 +151,7 @@ fn many_random_splits_of_long_prompts_give_the_same_logits() {
 #[test]
 fn interleaved_sessions_do_not_touch_each_other() {
     let golden = nano("nano-flash");
-    let folder = golden.checkpoint();
+    let folder = golden.runnable();
     let a = tokens(&golden, 180);
     let b: Vec<u32> = a.iter().rev().copied().collect();
     for numerics in Numerics::ALL {
@@ -171,7 +171,7 @@ fn interleaved_sessions_do_not_touch_each_other() {
 #[test]
 fn a_session_starts_clean_after_another() {
     let golden = nano("nano-flash");
-    let folder = golden.checkpoint();
+    let folder = golden.runnable();
     let tokens = tokens(&golden, 131);
     for numerics in [Numerics::Reference, Numerics::Exact] {
         let fresh = (1..=9).map(|n| subject::last_logits(&subject::engine(&folder, numerics), &tokens[..n]));

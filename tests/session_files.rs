@@ -29,7 +29,7 @@ const CHILD: &str = "DSV4_TEST_SAVE_TO";
 const CONTEXT: usize = 1200;
 
 fn nano() -> PathBuf {
-    Golden::open(&golden::committed().join("nano-flash")).checkpoint()
+    golden::small()
 }
 
 fn engine() -> Arc<Engine> {

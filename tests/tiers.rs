@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::golden::{self, Golden};
+use common::golden;
 use common::subject;
 use dsv4::cache::CacheLayout;
 use dsv4::cache::tier::{Prefetch, TierOptions, TierStats};
@@ -27,7 +27,7 @@ const REUSED: u64 = 512;
 const FILES: u64 = 3;
 
 fn nano() -> PathBuf {
-    Golden::open(&golden::committed().join("nano-flash")).checkpoint()
+    golden::small()
 }
 
 fn prompt(seed: usize) -> Vec<u32> {

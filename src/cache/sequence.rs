@@ -138,6 +138,22 @@ impl SequenceCache {
         Ok(cache)
     }
 
+    /// Appends `times` copies, in pages of their own, of the last block, which is full, and goes to their end: a long
+    /// sequence without computing it, for measurements. The window is that of the block that was copied.
+    pub(crate) fn repeat_last_block(&mut self, times: usize) -> Result<()> {
+        alloc::reserve("block table", &mut self.blocks, times)?;
+        self.own_state()?;
+        let Some(last) = self.full_blocks().last().map(Arc::clone) else {
+            bail!(InvalidArgument, "there is no full block to repeat")
+        };
+        for _ in 0..times {
+            self.blocks.push(Arc::new(last.copy(&self.manager)?));
+        }
+        self.set_position(self.blocks.len() * BLOCK_TOKENS);
+        self.undo.clear();
+        Ok(())
+    }
+
     /// A sequence that shares everything with this one; what either writes later it first copies.
     pub fn fork(&self) -> Result<Self> {
         let mut blocks = alloc::with_capacity("block table", self.blocks.len())?;

@@ -2,31 +2,49 @@
 #![forbid(unsafe_code)]
 
 use dsv4::research::{self, Lab, Probe, Rounding};
-use dsv4::{Engine, EngineOptions, KvFormat, Model, Numerics, Session, SessionOptions};
+use dsv4::{DeviceChoice, Engine, EngineOptions, KvFormat, Model, Numerics, Session, SessionOptions};
 use std::path::Path;
 use std::sync::Arc;
 
 /// An engine on `folder` with everything else at its default.
 pub fn engine(folder: &Path, numerics: Numerics) -> Arc<Engine> {
-    engine_with(folder, EngineOptions { numerics, threads: 2, ..EngineOptions::default() })
+    let options = EngineOptions { numerics, threads: 2, ..EngineOptions::default() };
+    match device() {
+        None => engine_with(folder, options),
+        // as users have it, with steps that take a whole golden sequence
+        Some(device) => open(folder, EngineOptions { device, cache_bytes: DEVICE_CACHE, prefill_chunk: 1024, ..options }),
+    }
 }
 
-/// Where tests run engines that they do not care about: on the device that `DSV4_TEST_DEVICE` names, with one order of all
-/// sums, so that results can be compared bit for bit as on the CPU.
+fn open(folder: &Path, options: EngineOptions) -> Arc<Engine> {
+    let model = Model::open(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    Engine::new(&model, options).unwrap_or_else(|e| panic!("{}: {e}", folder.display()))
+}
+
+/// Cache of engines on a device where a test does not say: many of them are open at the same time.
+const DEVICE_CACHE: u64 = 128 << 20;
+
+/// The device that `DSV4_TEST_DEVICE` names, if it is not the CPU.
+pub fn device() -> Option<DeviceChoice> {
+    let name = std::env::var("DSV4_TEST_DEVICE").ok()?;
+    let device = name.parse().expect("DSV4_TEST_DEVICE is cpu, cuda or cuda:N");
+    (device != DeviceChoice::Cpu).then_some(device)
+}
+
+/// The options on the test device, with one order of all sums, so that results can be compared bit for bit as on the CPU.
 pub fn on_device(mut options: EngineOptions) -> EngineOptions {
-    if let Ok(device) = std::env::var("DSV4_TEST_DEVICE") {
-        options.device = device.parse().expect("DSV4_TEST_DEVICE is cpu, cuda or cuda:N");
+    if let Some(device) = device() {
+        options.device = device;
         options.batch_invariant = true;
         if options.cache_bytes == 0 {
-            options.cache_bytes = 128 << 20;
+            options.cache_bytes = DEVICE_CACHE;
         }
     }
     options
 }
 
 pub fn engine_with(folder: &Path, options: EngineOptions) -> Arc<Engine> {
-    let model = Model::open(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
-    Engine::new(&model, on_device(options)).unwrap_or_else(|e| panic!("{}: {e}", folder.display()))
+    open(folder, on_device(options))
 }
 
 /// A session with room for `context` tokens.

@@ -16,6 +16,7 @@ use crate::output::line;
 use crate::{output, progress};
 
 mod bandwidth;
+mod layers;
 
 use bandwidth::Bandwidth;
 
@@ -59,6 +60,11 @@ pub(crate) struct Args {
     /// Compare decoding with a plain sum over the bytes that one token reads
     #[arg(long)]
     bandwidth: bool,
+
+    /// Times of single layers by kind, for the tokens of --prefill and for one, behind contexts of pages that are copies of
+    /// one computed block (GPUs only)
+    #[arg(long, conflicts_with_all = ["bandwidth", "csv"])]
+    layers: bool,
 
     /// Start of the generator of token ids
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
@@ -112,6 +118,10 @@ pub(crate) fn run(args: &Args) -> Result {
     // nothing is taken from a cache: what is measured is computed
     let options = EngineOptions { checkpoints: CheckpointPolicy::None, ..args.engine.options() };
     let engine = Engine::new(&Model::open(&args.model)?, options)?;
+    if args.layers {
+        let mut ids = Ids { vocab: engine.model().config().vocab_size as u64, state: args.seed };
+        return layers::run(args, &engine, &prefills, &mut |n| ids.take(n));
+    }
     let mut bench = Bench {
         ids: Ids { vocab: engine.model().config().vocab_size as u64, state: args.seed },
         session: Session::new(&engine, SessionOptions::default())?,

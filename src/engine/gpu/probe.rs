@@ -5,7 +5,8 @@ use super::{GpuEngine, LOGIT_ROWS, logits, read_bf16};
 use crate::alloc;
 use crate::backend::cpu::rope::{Rotations, frequencies};
 use crate::backend::cuda::ops::{HEAD_DIM, ROW_BYTES};
-use crate::error::Result;
+use crate::backend::cuda::stream::Event;
+use crate::error::{Error, Result};
 use crate::model::config::LayerKind;
 use crate::model::deepseek_v4::{LogitRows, Probe, Segment, finite_streams};
 use crate::tensor::format::bf16_bits;
@@ -106,6 +107,36 @@ impl GpuEngine {
             let logits = logits(run, run.rows)?;
             run.commit()?;
             Ok(logits)
+        })
+    }
+}
+
+impl GpuEngine {
+    /// Microseconds of each layer and of the head; nothing is committed.
+    pub(in crate::engine) fn layer_times(&self, segments: &mut [Segment<'_>], side: bool) -> Result<Vec<f64>> {
+        self.with_run(segments, LogitRows::Last, |run, _| {
+            run.side = run.side.filter(|_| side);
+            let layers = run.config.num_hidden_layers;
+            let mut marks = alloc::with_capacity("events", layers + 2)?;
+            run.begin()?;
+            let mark = |run: &Run<'_>, marks: &mut Vec<Event>| {
+                let event = Event::new(&self.gpu)?;
+                run.stream.record(&event)?;
+                marks.push(event);
+                Ok::<_, Error>(())
+            };
+            for layer in 0..layers {
+                mark(run, &mut marks)?;
+                run.attention_half(layer, layer > 0)?;
+                run.ffn_half(layer, true)?;
+            }
+            mark(run, &mut marks)?;
+            run.leave()?;
+            run.watch()?;
+            run.head(0..run.tables.tables.wanted())?;
+            mark(run, &mut marks)?;
+            run.stream.synchronize()?;
+            marks.windows(2).map(|pair| pair[1].micros_since(&pair[0])).collect()
         })
     }
 }
