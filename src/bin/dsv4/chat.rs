@@ -254,7 +254,7 @@ impl Answer {
             Event::ToolCallArgumentDelta { json, .. } => output::piece(json),
             Event::ToolCallEnd { .. } => output::piece("]"),
             Event::Malformed { raw, .. } => output::piece(raw),
-            Event::ReasoningDelta(_) | Event::End => Ok(()),
+            Event::ReasoningDelta(_) | Event::End(_) => Ok(()),
         }
     }
 
