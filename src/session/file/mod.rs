@@ -129,7 +129,7 @@ impl Session {
         session.reused = position as u64;
         session.logits = loaded.logits;
         session.set_mark();
-        session.publish(position)?;
+        session.publish(position, position)?;
         // no tokens is no work
         session.feed(&pending)?;
         Ok(session)
