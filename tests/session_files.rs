@@ -136,6 +136,33 @@ fn blocks_that_the_engine_has_are_shared_and_not_taken_again() {
 }
 
 #[test]
+fn a_restored_session_gives_hits_from_its_next_checkpoint_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let all = tokens(600);
+    let reused = |engine: &Arc<Engine>| {
+        let mut session = subject::session(engine, 1000);
+        session.feed(&all).unwrap();
+        session.reused_tokens()
+    };
+    for (position, at_once) in [(300, 0), (512, 512)] {
+        let first = engine();
+        fed(&first, position).save(&path).unwrap();
+        let second = engine();
+        let mut session = restore(&second, &path).unwrap();
+        assert_eq!(session.reused_tokens() as usize, position, "all that was saved is used");
+        assert_eq!(reused(&second), at_once, "restored at {position}");
+        let third = engine();
+        session = restore(&third, &path).unwrap();
+        // an answer, token by token
+        for t in position..520 {
+            session.feed(&all[t..=t]).unwrap();
+        }
+        assert_eq!(reused(&third), 512, "restored at {position}, continued");
+    }
+}
+
+#[test]
 fn saving_again_adds_what_is_new() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.session");
