@@ -578,7 +578,11 @@ fn decode_with_drafts(session: &mut Session, tokens: &[u32], end: usize, k: usiz
             .unwrap();
         let before = session.engine().cache_stats();
         session.truncate(at + 1 + accepted).unwrap();
-        assert_eq!(session.engine().cache_stats().computed_tokens, before.computed_tokens, "rejecting computes nothing");
+        assert_eq!(
+            session.engine().cache_stats().computed_tokens,
+            before.computed_tokens,
+            "rejecting computes nothing"
+        );
         assert_eq!(session.logits().unwrap(), truth[at + accepted], "{k} drafts, {accepted} right at {at}");
         assert!(before.prefix_blocks as usize <= session.position() / 256, "{k} drafts: published at {at}");
     }

@@ -305,8 +305,7 @@ fn the_c_api_brings_sampled_tokens_back() {
             let text = messages.to_string();
             let (mut prompt, mut ids, mut n) = (null_mut(), null(), 0);
             let messages: *const c_char = text.as_ptr().cast();
-            let status =
-                dsv4_chat_render(model, messages, text.len(), &raw const options, &raw mut prompt, null_mut());
+            let status = dsv4_chat_render(model, messages, text.len(), &raw const options, &raw mut prompt, null_mut());
             assert_eq!(status, dsv4_status::Ok);
             assert_eq!(dsv4_prompt_tokens(prompt, &raw mut ids, &raw mut n, null_mut()), dsv4_status::Ok);
             let ids = std::slice::from_raw_parts(ids, n).to_vec();
@@ -320,10 +319,7 @@ fn the_c_api_brings_sampled_tokens_back() {
         assert_eq!(dsv4_chat_parser_new(model, 1, &raw mut parser, null_mut()), dsv4_status::Ok);
         let message = || {
             let (mut json, mut len) = (null(), 0);
-            assert_eq!(
-                dsv4_chat_parser_message(parser, &raw mut json, &raw mut len, null_mut()),
-                dsv4_status::Ok
-            );
+            assert_eq!(dsv4_chat_parser_message(parser, &raw mut json, &raw mut len, null_mut()), dsv4_status::Ok);
             let json = std::slice::from_raw_parts(json.cast::<u8>(), len);
             rewritten(std::str::from_utf8(json).unwrap())
         };
