@@ -64,6 +64,7 @@ fn neighbours(path: &Path) -> Vec<String> {
     entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
 }
 
+/// Pitfalls 24 and 28.
 #[test]
 fn a_restored_session_goes_on_bit_for_bit_at_every_boundary() {
     let folder = tempfile::tempdir().unwrap();
@@ -227,6 +228,7 @@ fn refused(engine: &Arc<Engine>, path: &Path, kind: ErrorKind, what: &str) {
     assert_eq!(engine.cache_stats(), before, "{what}");
 }
 
+/// Pitfall 38.
 #[test]
 fn a_file_truncated_at_any_kib_is_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -248,6 +250,7 @@ fn a_file_truncated_at_any_kib_is_refused() {
     assert_eq!(bits(&restore(&engine, &path).unwrap()), bits(&session));
 }
 
+/// Pitfall 39.
 #[test]
 fn a_flipped_bit_anywhere_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
@@ -297,6 +300,7 @@ fn when_the_last_root_is_damaged_the_save_before_it_counts() {
     assert_eq!(bits(&restore(&engine, &path).unwrap()), bits(&session));
 }
 
+/// Pitfalls 39 and 49.
 #[test]
 fn another_model_numerics_format_order_or_version_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
@@ -406,6 +410,7 @@ fn wrong_numbers_under_right_checksums_are_refused_or_mean_nothing() {
     assert!(refused > 1000, "only {refused} were refused");
 }
 
+/// Pitfall 40.
 #[test]
 fn a_model_whose_weights_changed_is_another_model() {
     let folder = tempfile::tempdir().unwrap();
@@ -559,6 +564,7 @@ fn a_link_stays_a_link_and_its_target_is_replaced() {
     assert_eq!(restore(&engine, &target).unwrap().position(), 30);
 }
 
+/// Pitfall 26.
 #[test]
 fn sessions_that_are_saved_dropped_and_restored_each_turn_stay_as_those_that_are_not() {
     let folder = tempfile::tempdir().unwrap();
@@ -598,6 +604,7 @@ fn child(test: &str, path: &Path, limit: Option<u64>) -> Command {
     command
 }
 
+/// Pitfall 38.
 #[test]
 fn a_process_killed_while_saving_leaves_one_of_its_saves() {
     let folder = tempfile::tempdir().unwrap();
