@@ -77,6 +77,22 @@ int main(int argc, char **argv)
     CHECK(strstr(text, "It is 4.") != NULL);
     dsv4_prompt_free(prompt);
     dsv4_chat_parser_free(parser);
+
+    // token for token: the tokenizer would not cut "ab" in two
+    uint32_t sampled[2];
+    OK(dsv4_tokenizer_encode(model, "a", 1, DSV4_MARKUP_TEXT, &sampled[0], 1, &n, &err));
+    OK(dsv4_tokenizer_encode(model, "b", 1, DSV4_MARKUP_TEXT, &sampled[1], 1, &n, &err));
+    OK(dsv4_chat_parser_new(model, 0, &parser, &err));
+    for (int i = 0; i < 2; i++) OK(dsv4_chat_parser_push_token(parser, sampled[i], &err));
+    OK(dsv4_chat_parser_finish(parser, &err));
+    OK(dsv4_chat_parser_message(parser, &text, &len, &err));
+    CHECK(strstr(text, "\"content\": \"ab\"") != NULL && strstr(text, "\"sampled\": {") != NULL);
+    snprintf(both, sizeof both, "[{\"role\": \"user\", \"content\": \"2+2?\"}, %s]", text);
+    OK(dsv4_chat_render(model, both, strlen(both), NULL, &prompt, &err));
+    OK(dsv4_prompt_tokens(prompt, &tokens, &n, &err));
+    CHECK(n > 3 && tokens[n - 3] == sampled[0] && tokens[n - 2] == sampled[1] && tokens[n - 1] == info.eos_token_id);
+    dsv4_prompt_free(prompt);
+    dsv4_chat_parser_free(parser);
     dsv4_model_free(model);
     return 0;
 }

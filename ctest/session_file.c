@@ -31,7 +31,7 @@ static void feed(dsv4_session *session, const uint32_t *tokens, size_t n)
     OK(dsv4_session_feed(session, tokens, n, NULL, NULL, &err));
 }
 
-// A save from within a feed.
+// A save from within a feed (pitfall 47).
 typedef struct attempt {
     dsv4_session *session;
     const char *path;

@@ -785,7 +785,8 @@ typedef struct dsv4_session_options {
     uint64_t context;
     // Tokens that `dsv4_session_truncate` can always take back without computing, for callers that try tokens out; at
     // most 64. Each costs a copy of the compressor states and the logits (V4-Flash: about 2 MB). 0, the default: a
-    // truncation goes back to a checkpoint and computes from there.
+    // truncation goes back to a checkpoint and computes from there. What may still be taken back is not offered to other
+    // prompts: of a call with at most `rollback + 1` tokens, the last `rollback` wait for later ones.
     uint64_t rollback;
 } dsv4_session_options;
 
@@ -1430,6 +1431,13 @@ static inline void dsv4_chat_options_init(dsv4_chat_options *options)
 // the roles system, developer, user, assistant and tool. `options` may be NULL. `*out` receives the prompt, to be freed
 // with `dsv4_prompt_free`.
 //
+// Where an assistant message has a field `sampled` (see `dsv4_chat_parser_message`), the prompt has those tokens, so that
+// it begins with what the session that gave the answer holds, whatever spacing, order of arguments or tokens the model
+// chose. They are used as long as they say what the message says (ids of calls and the way their JSON is written do not
+// count): an edited message is rendered from what it says now. So is an answer with malformed parts, and one in a place
+// for which the format wants another beginning: with `drop_thinking` an answer that reasoned loses its reasoning when the
+// next user message comes, and the tokens differ from there on.
+//
 // Errors: `CHAT` naming the place in the JSON, for example `messages[2].tool_calls[0].function`, also for a key that an
 // object has twice and for a list without messages; `OUT_OF_MEMORY` with the bytes; `INVALID_ARGUMENT` for
 // an effort that the mode or the checkpoint does not know; `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer
@@ -1454,7 +1462,8 @@ dsv4_status dsv4_prompt_tokens(const dsv4_prompt *prompt,
                                size_t *n,
                                dsv4_error *err);
 
-// The prompt as the official encoder writes it, `*len` bytes of UTF-8 and a final NUL, which live as long as the prompt.
+// The prompt as the official encoder writes it for these messages, `*len` bytes of UTF-8 and a final NUL, which live as
+// long as the prompt. An answer that has its own tokens may be spaced differently there.
 // Do not encode it with `DSV4_MARKUP_PARSE` to feed it: that makes control tokens of whatever users spelt.
 //
 // Errors: only `INVALID_ARGUMENT` and `POISONED`.
@@ -1512,6 +1521,11 @@ dsv4_status dsv4_chat_parser_next(dsv4_chat_parser *parser,
 
 // The answer so far as an OpenAI-style message, to append to the messages of the next `dsv4_chat_render`: `*json` points
 // to `*len` bytes of UTF-8 and a final NUL, valid until the next call with this parser.
+//
+// An answer that came by `dsv4_chat_parser_push_token` and is complete (after the end-of-sentence token or
+// `dsv4_chat_parser_finish`) also has the field `sampled`, `{"thinking": true, "tokens": [1, 2]}`: its tokens, with which
+// the next prompt has this answer exactly as the model wrote it. A server whose clients do not send the field back keeps
+// it by the id that it gave the answer's first call, and puts it into the message again. See `dsv4_chat_render`.
 //
 // Errors: `OUT_OF_MEMORY`; `BUSY`.
 DSV4_API DSV4_NODISCARD

@@ -171,6 +171,10 @@ fn program(seed: u64, truth: &Truth, folder: &std::path::Path) {
                             break;
                         }
                     }
+                } else if action == 7 {
+                    // as drafts are fed: some are perhaps taken back in a later step
+                    let drafts = &tokens[at..end.min(at + 12)];
+                    allowed(run.session.feed_all(drafts, &mut |_, _| Ok(())), &what);
                 } else {
                     allowed(run.session.feed(&tokens[at..end]), &what);
                 }
@@ -238,6 +242,7 @@ fn prompt(seed: usize, n: usize) -> Vec<u32> {
     (0..n).map(|i| ((i * 7 + seed * 13 + i * i % 11) % 90) as u32).collect()
 }
 
+/// Pitfall 30.
 #[test]
 fn the_same_prompt_again_computes_at_most_one_block() {
     let folder = nano();
@@ -261,6 +266,7 @@ fn the_same_prompt_again_computes_at_most_one_block() {
     assert_eq!(third.logits().unwrap(), subject::last_logits(&cold, &tokens[..768]));
 }
 
+/// Pitfall 23.
 #[test]
 fn hits_equal_cold_runs_at_prefix_lengths_around_every_boundary() {
     let folder = nano();
@@ -278,6 +284,7 @@ fn hits_equal_cold_runs_at_prefix_lengths_around_every_boundary() {
     }
 }
 
+/// Pitfall 32.
 #[test]
 fn prompts_of_a_few_hundred_tokens_are_hits_too() {
     let folder = nano();
@@ -293,6 +300,7 @@ fn prompts_of_a_few_hundred_tokens_are_hits_too() {
     }
 }
 
+/// Pitfall 31.
 #[test]
 fn every_position_that_is_stored_can_be_hit() {
     let folder = nano();
@@ -315,6 +323,7 @@ fn every_position_that_is_stored_can_be_hit() {
     }
 }
 
+/// Pitfall 35.
 #[test]
 fn idle_sessions_cost_the_documented_constant_whatever_the_chunk() {
     let folder = nano();
@@ -356,6 +365,7 @@ fn what_sessions_mark_for_themselves_makes_room_for_other_sessions() {
     assert_eq!(sessions[0].logits(), whole.logits());
 }
 
+/// Pitfall 42.
 #[test]
 fn checkpoints_never_push_out_the_one_that_is_being_kept() {
     let folder = nano();
@@ -376,6 +386,7 @@ fn checkpoints_never_push_out_the_one_that_is_being_kept() {
     }
 }
 
+/// Pitfall 29.
 #[test]
 fn a_truncation_to_any_position_never_goes_on_from_a_stale_state() {
     let folder = nano();
@@ -392,6 +403,7 @@ fn a_truncation_to_any_position_never_goes_on_from_a_stale_state() {
     }
 }
 
+/// Pitfall 26.
 #[test]
 fn sessions_that_are_pushed_out_and_come_back_give_the_tokens_of_an_undisturbed_run() {
     let folder = nano();
@@ -432,6 +444,7 @@ fn sessions_that_are_pushed_out_and_come_back_give_the_tokens_of_an_undisturbed_
     assert!(stats.evicted_blocks + stats.evicted_checkpoints > 0 && stats.hit_tokens > 0, "{stats:?}");
 }
 
+/// Pitfall 45.
 #[test]
 fn a_history_rendered_without_its_reasoning_keeps_the_prompt_before_it() {
     let folder = nano();
@@ -453,6 +466,7 @@ fn a_history_rendered_without_its_reasoning_keeps_the_prompt_before_it() {
     assert_eq!(session.logits().unwrap(), subject::last_logits(&engine, &next));
 }
 
+/// Pitfall 37.
 #[test]
 fn lossless_cache_formats_give_the_same_bits() {
     let folder = nano();

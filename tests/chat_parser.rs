@@ -57,8 +57,8 @@ fn reply(text: &str, thinking: ThinkingMode) -> Reply {
     for cut in 0..bytes.len() {
         assert_eq!(fed(thinking, [&bytes[..cut], &bytes[cut..]]), whole, "cut at byte {cut}: {text}");
     }
-    assert_eq!(whole.iter().filter(|e| **e == Event::End).count(), 1);
-    assert_eq!(whole.last(), Some(&Event::End));
+    assert_eq!(whole.iter().filter(|e| matches!(e, Event::End(_))).count(), 1);
+    assert_eq!(whole.last(), Some(&Event::End(None)));
     check(&whole);
     let reply = parse(text, thinking);
     let mut assembled = Reply::default();
@@ -85,7 +85,7 @@ fn check(events: &[Event]) {
                 let parsed: Value = serde_json::from_str(&arguments).unwrap();
                 assert!(parsed.is_object(), "{arguments}");
             }
-            Event::Malformed { .. } | Event::End => {}
+            Event::Malformed { .. } | Event::End(_) => {}
         }
     }
 }
@@ -129,7 +129,7 @@ fn events_arrive_while_the_call_is_written() {
     let tail = "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>";
     let ended = [Event::ToolCallArgumentDelta { index: 0, json: "\"}".into() }, Event::ToolCallEnd { index: 0 }];
     assert_eq!(parser.push_text(tail), ended);
-    assert_eq!(parser.push_text("<｜end▁of▁sentence｜>x"), [Event::End]);
+    assert_eq!(parser.push_text("<｜end▁of▁sentence｜>x"), [Event::End(None)]);
     assert_eq!(parser.push_text("more"), []);
     assert_eq!(parser.finish(), []);
 }
@@ -257,7 +257,7 @@ fn a_full_width_bar_cut_within_utf_8_is_put_together() {
     let events = fed(Chat, [&bytes[..cut], &bytes[cut..cut + 1], &bytes[cut + 1..]]);
     assert_eq!(events, fed(Chat, [bytes]));
     let lost = fed(Chat, [&bytes[..cut]]);
-    assert_eq!(lost, [Event::ContentDelta("\n\n<\u{fffd}".into()), Event::End]);
+    assert_eq!(lost, [Event::ContentDelta("\n\n<\u{fffd}".into()), Event::End(None)]);
 }
 
 /// Pitfalls 89 and 92: with ids, only the control token counts, not its spelling.
@@ -288,6 +288,8 @@ fn tokens_and_text_give_the_same_answer() {
             events.extend(parser.push_token(&tokenizer, id).unwrap());
         }
         events.extend(parser.finish());
+        let Some(end @ Event::End(Some(_))) = events.last_mut() else { panic!("{events:?}") };
+        *end = Event::End(None);
         assert_eq!(joined(events), fed(Thinking, [text.as_bytes()]), "{text}");
     }
 }
@@ -423,6 +425,6 @@ proptest! {
         prop_assert_eq!(&fed(thinking, text.as_bytes().chunks(1)), &whole);
         let cut = if text.is_empty() { 0 } else { cut.index(text.len()) };
         prop_assert_eq!(&fed(thinking, [&text.as_bytes()[..cut], &text.as_bytes()[cut..]]), &whole);
-        prop_assert!(matches!(whole.last(), Some(Event::End)));
+        prop_assert!(matches!(whole.last(), Some(Event::End(None))));
     }
 }

@@ -139,7 +139,7 @@ fn help_explains_every_option_of_every_command() {
     let run_output = ["--echo", "--no-echo", "--stats", "--session"];
     let eval = ["--text", "--limit", "--recall", "--recall-distances", "--filler", "--cases", "--json", "--context"];
     let bench = ["--prefill", "--decode", "--context", "--repetitions", "--bandwidth", "--seed", "--json", "--csv"];
-    let chat = ["--system", "--thinking", "--effort", "--tools", "--max-tokens", "--stats"];
+    let chat = ["--system", "--thinking", "--effort", "--tools", "--max-tokens", "--stats", "--session"];
     let commands: [(&str, Vec<&str>); 8] = [
         ("run", [&run[..], &run_output, &sampling, &engine].concat()),
         ("chat", [&chat[..], &sampling, &engine].concat()),
@@ -374,6 +374,22 @@ fn a_piped_chat_answers_each_line_and_feeds_only_what_is_new() {
     assert!(!turns[1].starts_with("(0 tokens known"), "the second turn goes on: {turns:?}");
     assert_eq!(turns[2], turns[0], "a reset chat begins anew");
     assert_eq!(with_input(&args, b"Hello!\n\nWhat is your name?\n/reset\nHello!\n").stdout, output.stdout);
+}
+
+/// Pitfall 46: the model chooses tokens that the tokenizer would not make of the text.
+#[test]
+fn a_chat_finds_all_of_its_sampled_tokens_again() {
+    for seed in ["1", "2", "3", "5"] {
+        let args = ["chat", MODEL, "--temperature", "1.3", "--seed", seed, "-n", "60", "--stats"];
+        let output = with_input(&args, b"Once upon a time there was a dog.\nAnd then?\nAnd then?\nAnd then?\n");
+        let mut held = "0".to_owned();
+        let turns = stderr(&output).lines().filter(|line| line.contains("tokens known"));
+        for turn in turns {
+            assert!(turn.starts_with(&format!("({held} tokens known")), "seed {seed}: {}", stderr(&output));
+            held = turn.split(' ').rev().nth(3).unwrap().to_owned();
+        }
+        assert_ne!(held, "0", "seed {seed}: {}", stderr(&output));
+    }
 }
 
 #[test]
@@ -657,6 +673,41 @@ fn a_story_goes_on_from_its_session_file_as_if_it_had_never_ended() {
     assert_eq!(stdout(&bad).lines().count(), 2, "{}", stdout(&bad));
     assert!(stdout(&bad).contains("checksum"), "{}", stdout(&bad));
     fails(&[&["run", MODEL, "--prompt", "a"], &session[..]].concat(), &["tale.session", "damaged"]);
+}
+
+#[test]
+fn a_chat_goes_on_from_its_session_file_as_if_it_had_never_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    for options in [&["--system", "Be brief."][..], &["--thinking"]] {
+        let file = dir.path().join(options[0]);
+        let all = [&["chat", MODEL, "--greedy", "-n", "24", "--stats"], options].concat();
+        let session = [&all[..], &["--session", text(&file)]].concat();
+        let chat = |args: &[&str], input: &[u8]| {
+            let output = with_input(args, input);
+            assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+            (stdout(&output).to_owned(), stderr(&output).to_owned())
+        };
+        let whole = chat(&all, b"Hello!\nWhat is your name?\nAnd mine?\n");
+        let parts = [&b"Hello!\n"[..], b"What is your name?\n", b"And mine?\n"].map(|line| chat(&session, line));
+        assert_eq!(parts.each_ref().map(|(answers, _)| answers.as_str()).concat(), whole.0, "{options:?}");
+        assert!(parts[1].1.contains("(going on: 2 messages"), "{}", parts[1].1);
+        assert!(parts[2].1.contains("(going on: 4 messages"), "{}", parts[2].1);
+        let known = |turn: &str| turn.split(' ').next().unwrap()[1..].parse::<usize>().unwrap();
+        let turns =
+            |text: &str| text.lines().filter(|line| line.contains("tokens known")).map(known).next_back().unwrap();
+        assert!(turns(&parts[2].1) >= turns(&whole.1), "{} {}", parts[2].1, whole.1);
+    }
+    let file = dir.path().join("--system");
+    let session = ["chat", MODEL, "--greedy", "-n", "4", "--session", text(&file)];
+    fails(&[&session[..], &["--system", "Be long."]].concat(), &["--system: begins otherwise", "system message"]);
+    // reset and left: forgotten
+    with_input(&[&session[..], &["--system", "Be brief."]].concat(), b"/reset\n");
+    let output = with_input(&[&session[..], &["--system", "Be long."]].concat(), b"Hello!\n");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    // no chat at all
+    let tale = dir.path().join("tale");
+    ok(&["run", MODEL, "--prompt", "Once", "-n", "4", "--greedy", "--session", text(&tale)]);
+    fails(&["chat", MODEL, "--session", text(&tale)], &["tale: begins otherwise"]);
 }
 
 #[test]

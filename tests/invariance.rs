@@ -58,6 +58,7 @@ fn check_chunks(name: &str, numerics: Numerics) {
     }
 }
 
+/// Pitfall 36, as those below.
 #[test]
 fn chunks_of_any_size_give_the_same_logits_in_reference() {
     check_chunks("nano-flash", Numerics::Reference);

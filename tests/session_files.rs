@@ -64,6 +64,7 @@ fn neighbours(path: &Path) -> Vec<String> {
     entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
 }
 
+/// Pitfalls 24 and 28.
 #[test]
 fn a_restored_session_goes_on_bit_for_bit_at_every_boundary() {
     let folder = tempfile::tempdir().unwrap();
@@ -136,6 +137,33 @@ fn blocks_that_the_engine_has_are_shared_and_not_taken_again() {
 }
 
 #[test]
+fn a_restored_session_gives_hits_from_its_next_checkpoint_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let all = tokens(600);
+    let reused = |engine: &Arc<Engine>| {
+        let mut session = subject::session(engine, 1000);
+        session.feed(&all).unwrap();
+        session.reused_tokens()
+    };
+    for (position, at_once) in [(300, 0), (512, 512)] {
+        let first = engine();
+        fed(&first, position).save(&path).unwrap();
+        let second = engine();
+        let mut session = restore(&second, &path).unwrap();
+        assert_eq!(session.reused_tokens() as usize, position, "all that was saved is used");
+        assert_eq!(reused(&second), at_once, "restored at {position}");
+        let third = engine();
+        session = restore(&third, &path).unwrap();
+        // an answer, token by token
+        for t in position..520 {
+            session.feed(&all[t..=t]).unwrap();
+        }
+        assert_eq!(reused(&third), 512, "restored at {position}, continued");
+    }
+}
+
+#[test]
 fn saving_again_adds_what_is_new() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.session");
@@ -200,6 +228,7 @@ fn refused(engine: &Arc<Engine>, path: &Path, kind: ErrorKind, what: &str) {
     assert_eq!(engine.cache_stats(), before, "{what}");
 }
 
+/// Pitfall 38.
 #[test]
 fn a_file_truncated_at_any_kib_is_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -221,6 +250,7 @@ fn a_file_truncated_at_any_kib_is_refused() {
     assert_eq!(bits(&restore(&engine, &path).unwrap()), bits(&session));
 }
 
+/// Pitfall 39.
 #[test]
 fn a_flipped_bit_anywhere_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
@@ -270,6 +300,7 @@ fn when_the_last_root_is_damaged_the_save_before_it_counts() {
     assert_eq!(bits(&restore(&engine, &path).unwrap()), bits(&session));
 }
 
+/// Pitfalls 39 and 49.
 #[test]
 fn another_model_numerics_format_order_or_version_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
@@ -379,6 +410,7 @@ fn wrong_numbers_under_right_checksums_are_refused_or_mean_nothing() {
     assert!(refused > 1000, "only {refused} were refused");
 }
 
+/// Pitfall 40.
 #[test]
 fn a_model_whose_weights_changed_is_another_model() {
     let folder = tempfile::tempdir().unwrap();
@@ -532,6 +564,7 @@ fn a_link_stays_a_link_and_its_target_is_replaced() {
     assert_eq!(restore(&engine, &target).unwrap().position(), 30);
 }
 
+/// Pitfall 26.
 #[test]
 fn sessions_that_are_saved_dropped_and_restored_each_turn_stay_as_those_that_are_not() {
     let folder = tempfile::tempdir().unwrap();
@@ -571,6 +604,7 @@ fn child(test: &str, path: &Path, limit: Option<u64>) -> Command {
     command
 }
 
+/// Pitfall 38.
 #[test]
 fn a_process_killed_while_saving_leaves_one_of_its_saves() {
     let folder = tempfile::tempdir().unwrap();

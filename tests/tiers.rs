@@ -248,6 +248,7 @@ fn a_prompt_computes_instead_of_waiting_beyond_the_timeout() {
     assert_eq!(files(folder.path()).len() as u64, FILES);
 }
 
+/// Pitfalls 40 and 42.
 #[test]
 fn the_folder_stays_within_its_limit_and_a_new_file_is_not_deleted_for_itself() {
     let whole = bytes(filled().path());

@@ -164,6 +164,7 @@ fn check_recall(numerics: Numerics, distances: &[u64]) {
     }
 }
 
+/// Pitfall 25.
 #[test]
 fn a_word_before_a_checkpoint_is_recalled_every_turn() {
     let engine = subject::engine(&folder(), Numerics::Exact);
@@ -190,6 +191,7 @@ fn words_are_recalled_at_short_distances() {
     check_recall(Numerics::Exact, &[64, 160, 256, 512]);
 }
 
+/// Pitfall 37: the cache is FP8.
 #[test]
 fn words_are_recalled_in_reference_numerics() {
     check_recall(Numerics::Reference, &[256]);

@@ -9,7 +9,7 @@ mod shared;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use dsv4::chat::{ChatOptions, Parser, Reply, ThinkingMode, render_json};
+use dsv4::chat::{ChatOptions, Message, Parser, Reply, Role, ThinkingMode, render, render_json};
 use dsv4::{Markup, Tokenizer};
 
 /// Counts what each thread holds, and the most it held.
@@ -129,6 +129,40 @@ fn the_estimate_bounds_what_reading_an_answer_takes() {
             events.iter().for_each(|event| reply.push(event));
         });
         assert!(taken < 160 * text.len(), "{part:?}: {} bytes a byte", taken / text.len());
+    }
+}
+
+#[test]
+fn the_estimate_bounds_what_replaying_an_answer_takes() {
+    let tokenizer = tokenizer();
+    let call = |kind: &str, value: &str| {
+        format!(
+            "<｜DSML｜tool_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"a\" string=\"{kind}\">{value}\
+             </｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>"
+        )
+    };
+    for text in [
+        "a".repeat(200_000),
+        "\n\n<".repeat(70_000),
+        "😀".repeat(50_000),
+        call("true", &"\u{1}".repeat(200_000)),
+        call("true", &"<".repeat(200_000)),
+        call("false", &format!("\"{}\"", "a".repeat(200_000))),
+    ] {
+        let ids = tokenizer.encode(&text, Markup::Parse).unwrap();
+        let (mut parser, mut reply) = (Parser::new(ThinkingMode::Chat), Reply::default());
+        for &id in &ids {
+            parser.push_token(&tokenizer, id).unwrap().iter().for_each(|event| reply.push(event));
+        }
+        parser.finish().iter().for_each(|event| reply.push(event));
+        let messages = [Message::new(Role::User, ""), reply.to_message()];
+        let prompt = render(&messages, &ChatOptions::default()).unwrap();
+        let mut replayed = Vec::new();
+        let estimate = 40 * text.len();
+        // the library's own request is the largest
+        let taken = most(estimate - 1, || replayed = prompt.encode(&tokenizer).unwrap());
+        assert!(replayed.windows(ids.len()).any(|window| window == ids), "{:?}", &text[..20]);
+        assert!(taken < estimate, "{:?}: {} bytes a byte", &text[..20], taken / text.len());
     }
 }
 

@@ -81,6 +81,21 @@ impl Json {
         }
     }
 
+    /// Whether both are the same value, however it is written: objects have no order, and `1.0` is `1`. Integers are
+    /// compared in all their digits.
+    pub(super) fn is_same(&self, other: &Json) -> bool {
+        match (self, other) {
+            (Self::Number(a), Self::Number(b)) => a == b || (is_float(a) || is_float(b)) && as_f64(a) == as_f64(b),
+            (Self::Array(a), Self::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.is_same(b)),
+            (Self::Object(a), Self::Object(b)) => {
+                let theirs: HashMap<&str, &Json> = b.iter().map(|(key, value)| (key.as_str(), value)).collect();
+                a.len() == b.len()
+                    && a.iter().all(|(key, value)| theirs.get(key.as_str()).is_some_and(|other| value.is_same(other)))
+            }
+            _ => self == other,
+        }
+    }
+
     /// `json.dumps(value, ensure_ascii=False)`.
     pub(super) fn dump(&self) -> String {
         let mut out = String::new();
@@ -115,6 +130,15 @@ impl Json {
             }
         }
     }
+}
+
+/// Whether a number's literal is that of a float.
+fn is_float(literal: &str) -> bool {
+    literal.contains(['.', 'e', 'E'])
+}
+
+fn as_f64(literal: &str) -> Option<f64> {
+    literal.parse().ok()
 }
 
 /// Appends a quoted JSON string, escaping only what must be.
@@ -391,6 +415,28 @@ mod tests {
             ("0.1", "0.1"),
         ] {
             assert_eq!(dumped(text), printed);
+        }
+    }
+
+    #[test]
+    fn values_are_the_same_whatever_their_order_spacing_and_literals() {
+        let same = |a: &str, b: &str| Json::parse(a).unwrap().is_same(&Json::parse(b).unwrap());
+        for (a, b) in [
+            ("{\"a\":[1,{\"b\":2,\"c\":3}]}", "{ \"a\" : [1.0, {\"c\": 3e0, \"b\": 2}] }"),
+            ("\"\\u00e9\"", "\"é\""),
+            ("-0.0", "0"),
+        ] {
+            assert!(same(a, b) && same(b, a), "{a} {b}");
+        }
+        for (a, b) in [
+            ("{\"a\":1}", "{\"a\":1,\"b\":1}"),
+            ("{\"a\":1}", "{\"b\":1}"),
+            ("[1,2]", "[2,1]"),
+            ("9007199254740993", "9007199254740992"),
+            ("1", "\"1\""),
+            ("0", "false"),
+        ] {
+            assert!(!same(a, b) && !same(b, a), "{a} {b}");
         }
     }
 

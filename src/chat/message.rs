@@ -5,7 +5,10 @@
 //! tool call and the `name` of a tool message (its call id says the same) are passed over.
 
 use super::json::{Json, fail};
-use crate::error::Result;
+use super::options::ThinkingMode;
+use super::sampled::Sampled;
+use crate::TokenId;
+use crate::error::{Result, beginning};
 
 /// Who speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,6 +101,18 @@ pub struct Message {
     pub task: Option<Task>,
     /// Assistant only: the message is unfinished and the model shall go on with it.
     pub wo_eos: bool,
+    /// Assistant only: the tokens with which the model said this. The next prompt has exactly these, whatever other
+    /// tokens or spacing the same message could have, so it begins with the tokens that the session already holds.
+    ///
+    /// They are used where they say what the message says: the same reasoning, content and calls, of which ids and the
+    /// order, spacing and number literals of JSON arguments do not count. A message that was edited is rendered from
+    /// what it says now. So is one whose answer had malformed parts, and one in a place for which the format wants
+    /// another beginning: with [`ChatOptions::drop_thinking`](super::ChatOptions::drop_thinking), an answer that
+    /// reasoned loses its reasoning when the next user message comes, and its tokens differ from there on.
+    ///
+    /// In JSON it is the message's field `sampled`: `{"thinking": true, "tokens": [1, 2]}`. A server whose clients do
+    /// not send the field back keeps it by the id that it gave the answer's first call, and puts it in again.
+    pub sampled: Option<Sampled>,
 }
 
 impl Message {
@@ -113,6 +128,7 @@ impl Message {
             response_format: None,
             task: None,
             wo_eos: false,
+            sampled: None,
         }
     }
 
@@ -141,6 +157,7 @@ impl Message {
                     message.tool_calls = each(value, &place, tool_call)?;
                 }
                 ("wo_eos", Role::Assistant) => message.wo_eos = boolean(value, &place)?,
+                ("sampled", Role::Assistant) => message.sampled = Some(sampled(value, &place)?),
                 ("tool_call_id", Role::Tool) => {
                     message.tool_call_id = Some(string(value, &place)?);
                 }
@@ -272,6 +289,36 @@ fn tool_call(json: &Json, place: &str) -> Result<ToolCall> {
         None => return fail(&place, "arguments are missing"),
     };
     Ok(ToolCall { id, name, arguments })
+}
+
+fn sampled(json: &Json, place: &str) -> Result<Sampled> {
+    let Json::Object(fields) = json else {
+        return fail(place, format_args!("expected an object, found {}", json.kind()));
+    };
+    let (mut thinking, mut tokens) = (None, None);
+    for (key, value) in fields {
+        let place = format!("{place}.{key}");
+        match key.as_str() {
+            "thinking" => thinking = Some(boolean(value, &place)?),
+            "tokens" => tokens = Some(each(value, &place, token)?),
+            _ => return fail(&place, "this format has no place for it"),
+        }
+    }
+    let (Some(thinking), Some(tokens)) = (thinking, tokens) else {
+        return fail(place, "expected both thinking and tokens");
+    };
+    Ok(Sampled { thinking: if thinking { ThinkingMode::Thinking } else { ThinkingMode::Chat }, tokens })
+}
+
+fn token(json: &Json, place: &str) -> Result<TokenId> {
+    let id = match json {
+        Json::Number(literal) => literal.parse().ok(),
+        _ => None,
+    };
+    match id {
+        Some(id) => Ok(id),
+        None => fail(place, format_args!("expected a token id, found {}", beginning(&json.dump(), 40))),
+    }
 }
 
 fn tools(json: &Json, place: &str) -> Result<Vec<String>> {

@@ -3,7 +3,8 @@
 //! Encoding follows the official encoder byte for byte (`encoding_dsv4.py`) with one difference
 //! that is the point of [`Prompt`]: text from users never becomes a control token, whatever it
 //! spells. Decoding is incremental and never loses output: what is not well-formed comes out as
-//! [`Event::Malformed`] with its raw text.
+//! [`Event::Malformed`] with its raw text. An answer that is fed to the parser token by token goes into the next prompt
+//! with those very tokens, so that a cache finds it again (see [`Message::sampled`]).
 //!
 //! This module knows tokens by their spelling; ids come from the `tokenizer`.
 
@@ -17,6 +18,7 @@ mod parser;
 mod prompt;
 mod render;
 mod reply;
+mod sampled;
 mod scanner;
 mod tag;
 mod tools;
@@ -27,3 +29,4 @@ pub use parser::{Event, Parser};
 pub use prompt::{Prompt, Segment};
 pub use render::{render, render_json};
 pub use reply::{Reply, parse};
+pub use sampled::Sampled;

@@ -9,9 +9,11 @@ use std::collections::HashSet;
 
 use super::json::{self, Json};
 use super::options::ThinkingMode;
+use super::sampled::Sampled;
 use super::scanner::{Marker, Piece, Scanner};
 use super::tag::{self, Reading, Tag};
 use crate::TokenId;
+use crate::alloc;
 use crate::error::Result;
 use crate::tokenizer::{TokenKind, Tokenizer, Utf8Stream};
 
@@ -48,8 +50,8 @@ pub enum Event {
         /// The call that began with this text; it is void.
         call: Option<usize>,
     },
-    /// The answer is complete; no event follows.
-    End,
+    /// The answer is complete; no event follows. With its tokens, if the parser was fed with tokens.
+    End(Option<Sampled>),
 }
 
 /// Incremental parser of one answer. Feed it with [`Parser::push_token`] (exact: control tokens
@@ -72,6 +74,9 @@ pub struct Parser {
     names: HashSet<String>,
     /// Calls begun.
     calls: usize,
+    thinking: ThinkingMode,
+    /// What it was fed, if with tokens.
+    tokens: Vec<TokenId>,
     events: Vec<Event>,
 }
 
@@ -135,6 +140,8 @@ impl Parser {
             raw: String::new(),
             names: HashSet::new(),
             calls: 0,
+            thinking,
+            tokens: Vec::new(),
             events: Vec::new(),
         }
     }
@@ -142,11 +149,13 @@ impl Parser {
     /// Takes one generated token. Text that merely spells a control token stays text.
     ///
     /// # Errors
-    /// `Tokenizer` when `id` is outside the vocabulary; the parser is unchanged.
+    /// `Tokenizer` when `id` is outside the vocabulary, `OutOfMemory`; the parser is unchanged.
     pub fn push_token(&mut self, tokenizer: &Tokenizer, id: TokenId) -> Result<Vec<Event>> {
         let bytes = tokenizer.token_bytes(id)?;
+        alloc::reserve("the answer's tokens", &mut self.tokens, 1)?;
         if bytes.is_empty() {
             // an id without a token, which pads the vocabulary
+            self.record(id);
             return Ok(Vec::new());
         }
         if tokenizer.kind(id)? == TokenKind::Ordinary {
@@ -157,7 +166,15 @@ impl Parser {
             self.text(&cut_off);
             self.marker(&Marker::from_spelling(&String::from_utf8_lossy(bytes)));
         }
+        self.record(id);
         Ok(std::mem::take(&mut self.events))
+    }
+
+    /// Remembers a token of the answer; there is room for it.
+    fn record(&mut self, id: TokenId) {
+        if !matches!(self.state, State::Ended) {
+            self.tokens.push(id);
+        }
     }
 
     /// Takes output as text; control tokens are told by their spelling.
@@ -478,7 +495,14 @@ impl Parser {
             State::Ended => {}
         }
         self.state = State::Ended;
-        self.events.push(Event::End);
+        let tokens = std::mem::take(&mut self.tokens);
+        let sampled = (!tokens.is_empty()).then_some(Sampled { thinking: self.thinking, tokens });
+        self.events.push(Event::End(sampled));
+    }
+
+    /// True while the model thinks.
+    pub(super) fn is_in_reasoning(&self) -> bool {
+        matches!(self.state, State::Text(Channel::Reasoning))
     }
 
     /// True where `raw` collects all that is read.

@@ -1,6 +1,8 @@
 //! A rendered prompt: control tokens and text, never mixed up.
 
 use super::markers::IN_TEMPLATES;
+use super::message::Message;
+use super::sampled::Replay;
 use crate::TokenId;
 use crate::alloc;
 use crate::error::{Error, ErrorKind, Result};
@@ -23,15 +25,17 @@ pub enum Segment {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Prompt {
     segments: Vec<Segment>,
+    /// Answers whose own tokens may stand for their segments, in order.
+    replays: Vec<Replay>,
 }
 
 impl Prompt {
-    /// The parts in order.
+    /// The parts in order, all rendered from what the messages say.
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// The string that the official encoder would give, byte for byte. Tokenising it with
+    /// The string that the official encoder would give for the messages, byte for byte. Tokenising it with
     /// [`Markup::Parse`] makes control tokens of whatever users spelt: use [`Prompt::encode`].
     pub fn to_text(&self) -> String {
         self.texts().collect()
@@ -53,31 +57,33 @@ impl Prompt {
         })
     }
 
-    /// Token ids. Equal to the official encoder's string tokenised with [`Markup::Parse`], unless
-    /// a user's text spells a control token: here it stays text.
+    /// Token ids. Equal to the official encoder's string tokenised with [`Markup::Parse`], but for a user's text that
+    /// spells a control token, which stays text here, and for answers that have their own tokens
+    /// ([`Message::sampled`]).
     ///
     /// # Errors
     /// `Tokenizer` when the tokenizer lacks a control token of the prompt; `OutOfMemory`.
     pub fn encode(&self, tokenizer: &Tokenizer) -> Result<Vec<TokenId>> {
-        let mut ids = Vec::new();
-        for segment in &self.segments {
-            match segment {
-                Segment::Text(text) => {
-                    let more = tokenizer.encode(text, Markup::Text)?;
-                    alloc::reserve("the prompt's tokens", &mut ids, more.len())?;
-                    ids.extend_from_slice(&more);
-                }
-                Segment::Marker(marker) => {
-                    let missing = || {
-                        let message = format!("the tokenizer has no control token {marker}");
-                        Error::new(ErrorKind::Tokenizer, message)
-                    };
-                    alloc::reserve("the prompt's tokens", &mut ids, 1)?;
-                    ids.push(tokenizer.id_of(marker).ok_or_else(missing)?);
-                }
-            }
+        let (mut ids, mut done) = (Vec::new(), 0);
+        for replay in &self.replays {
+            let Some(tokens) = replay.tokens(tokenizer)? else { continue };
+            encode(&self.segments[done..replay.segments.start], tokenizer, &mut ids)?;
+            append(&tokens, &mut ids)?;
+            done = replay.segments.end;
         }
+        encode(&self.segments[done..], tokenizer, &mut ids)?;
         Ok(ids)
+    }
+
+    /// The place where the next segment begins; `None` where text would join the last one.
+    pub(super) fn boundary(&self) -> Option<usize> {
+        (!matches!(self.segments.last(), Some(Segment::Text(_)))).then_some(self.segments.len())
+    }
+
+    /// Lets the tokens of `answer` stand for the segments from `start` on, if they say what it says. What follows them
+    /// is a marker or nothing.
+    pub(super) fn replay(&mut self, start: usize, answer: &Message) {
+        self.replays.push(Replay { segments: start..self.segments.len(), answer: answer.clone() });
     }
 
     pub(super) fn marker(&mut self, marker: &'static str) {
@@ -106,6 +112,29 @@ impl Prompt {
         }
         self.text(rest);
     }
+}
+
+/// Appends the ids of `segments`.
+fn encode(segments: &[Segment], tokenizer: &Tokenizer, ids: &mut Vec<TokenId>) -> Result<()> {
+    for segment in segments {
+        match segment {
+            Segment::Text(text) => append(&tokenizer.encode(text, Markup::Text)?, ids)?,
+            Segment::Marker(marker) => {
+                let missing = || {
+                    let message = format!("the tokenizer has no control token {marker}");
+                    Error::new(ErrorKind::Tokenizer, message)
+                };
+                append(&[tokenizer.id_of(marker).ok_or_else(missing)?], ids)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn append(more: &[TokenId], ids: &mut Vec<TokenId>) -> Result<()> {
+    alloc::reserve("the prompt's tokens", ids, more.len())?;
+    ids.extend_from_slice(more);
+    Ok(())
 }
 
 fn first_marker(text: &str) -> Option<(usize, &'static str)> {

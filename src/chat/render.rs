@@ -42,7 +42,7 @@ pub fn render(messages: &[Message], options: &ChatOptions) -> Result<Prompt> {
 
 /// Copies of the messages' texts that rendering makes at most, buffers that grow by doubling and JSON that is escaped
 /// included.
-const COPIES: usize = 12;
+const COPIES: usize = 13;
 
 /// Asks for the memory that rendering takes.
 fn probe(messages: &[Message]) -> Result<()> {
@@ -50,7 +50,8 @@ fn probe(messages: &[Message]) -> Result<()> {
         let calls = message.tool_calls.iter().map(|call| call.name.len() + call.arguments.len());
         let rest = [&message.reasoning_content, &message.response_format, &message.tool_call_id];
         let rest = rest.into_iter().flatten().chain(&message.tools).map(String::len);
-        size_of::<Message>() + message.content.len() + calls.chain(rest).sum::<usize>()
+        let tokens = message.sampled.as_ref().map_or(0, |sampled| size_of_val(sampled.tokens.as_slice()));
+        size_of::<Message>() + message.content.len() + calls.chain(rest).sum::<usize>() + tokens
     };
     alloc::probe("the prompt", messages.iter().map(bytes).sum::<usize>().saturating_mul(COPIES))
 }
@@ -269,13 +270,22 @@ impl Renderer<'_> {
         let Turn { message, source, .. } = &self.turns[index];
         let answers_task = index > 0 && self.turns[index - 1].message.task.is_some();
         let after_last_user = self.last_user.is_none_or(|last| index > last);
-        if self.thinking && !answers_task && (!self.drop_thinking || after_last_user) {
+        let reasons = self.thinking && !answers_task && (!self.drop_thinking || after_last_user);
+        let mode = if reasons { ThinkingMode::Thinking } else { ThinkingMode::Chat };
+        // the answer's own tokens need a marker, or an end, on both sides
+        let ends = !message.wo_eos || index + 1 == self.turns.len();
+        let has_tokens = message.sampled.as_ref().is_some_and(|sampled| sampled.thinking == mode);
+        let start = prompt.boundary().filter(|_| ends && has_tokens);
+        if reasons {
             prompt.text(message.reasoning_content.as_deref().unwrap_or(""));
             prompt.marker(END_THINK);
         }
         prompt.text(&message.content);
         if !message.tool_calls.is_empty() {
             tools::calls(prompt, &message.tool_calls, &format!("messages[{source}]"))?;
+        }
+        if let Some(start) = start {
+            prompt.replay(start, message);
         }
         if !message.wo_eos {
             prompt.marker(EOS);

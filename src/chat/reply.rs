@@ -4,6 +4,7 @@ use super::json::write_string;
 use super::message::{Message, Role, ToolCall};
 use super::options::ThinkingMode;
 use super::parser::{Event, Parser};
+use super::sampled::Sampled;
 
 /// An answer of the model. Feed it events as they come, or let [`parse`] do it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -16,6 +17,8 @@ pub struct Reply {
     pub tool_calls: Vec<ToolCall>,
     /// Output that did not follow the format, in order.
     pub malformed: Vec<String>,
+    /// Its tokens, if the parser was fed with tokens and the answer is complete.
+    pub sampled: Option<Sampled>,
     /// Number of the call that is being read, and the call.
     open: Option<(usize, ToolCall)>,
 }
@@ -44,22 +47,25 @@ impl Reply {
                     self.open = None;
                 }
             }
-            Event::End => {}
+            Event::End(sampled) => self.sampled.clone_from(sampled),
         }
     }
 
-    /// The answer as a message of the conversation, to render the next prompt with.
+    /// The answer as a message of the conversation, to render the next prompt with: which then has the answer's own
+    /// tokens ([`Message::sampled`]).
     pub fn to_message(&self) -> Message {
         let mut message = Message::new(Role::Assistant, self.content.clone());
         if !self.reasoning_content.is_empty() {
             message.reasoning_content = Some(self.reasoning_content.clone());
         }
         message.tool_calls = self.tool_calls.clone();
+        message.sampled = self.sampled.clone();
         message
     }
 
     /// The answer as an OpenAI-style message, which [`render_json`](super::render_json) takes
-    /// back: `content`, `reasoning_content` if any, `tool_calls` if any.
+    /// back: `content`, `reasoning_content` if any, `tool_calls` if any, and this library's own `sampled`, the tokens
+    /// (see [`Message::sampled`]).
     pub fn to_json(&self) -> String {
         let mut json = String::from("{\"role\": \"assistant\", \"content\": ");
         write_string(&self.content, &mut json);
@@ -75,7 +81,17 @@ impl Reply {
             write_string(&call.arguments, &mut json);
             json.push_str("}}");
         }
-        json.push_str(if self.tool_calls.is_empty() { "}" } else { "]}" });
+        json.push_str(if self.tool_calls.is_empty() { "" } else { "]" });
+        if let Some(Sampled { thinking, tokens }) = &self.sampled {
+            let is_thinking = *thinking == ThinkingMode::Thinking;
+            json.push_str(&format!(", \"sampled\": {{\"thinking\": {is_thinking}, \"tokens\": ["));
+            for (index, id) in tokens.iter().enumerate() {
+                json.push_str(if index == 0 { "" } else { ", " });
+                json.push_str(&id.to_string());
+            }
+            json.push_str("]}");
+        }
+        json.push('}');
         json
     }
 }

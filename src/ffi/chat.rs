@@ -134,6 +134,13 @@ pub unsafe extern "C" fn dsv4_chat_options_init_sized(options: *mut dsv4_chat_op
 /// the roles system, developer, user, assistant and tool. `options` may be NULL. `*out` receives the prompt, to be freed
 /// with `dsv4_prompt_free`.
 ///
+/// Where an assistant message has a field `sampled` (see `dsv4_chat_parser_message`), the prompt has those tokens, so that
+/// it begins with what the session that gave the answer holds, whatever spacing, order of arguments or tokens the model
+/// chose. They are used as long as they say what the message says (ids of calls and the way their JSON is written do not
+/// count): an edited message is rendered from what it says now. So is an answer with malformed parts, and one in a place
+/// for which the format wants another beginning: with `drop_thinking` an answer that reasoned loses its reasoning when the
+/// next user message comes, and the tokens differ from there on.
+///
 /// Errors: `CHAT` naming the place in the JSON, for example `messages[2].tool_calls[0].function`, also for a key that an
 /// object has twice and for a list without messages; `OUT_OF_MEMORY` with the bytes; `INVALID_ARGUMENT` for
 /// an effort that the mode or the checkpoint does not know; `NOT_FOUND`, `IO` and `TOKENIZER` if the model's tokenizer
@@ -203,7 +210,8 @@ pub unsafe extern "C" fn dsv4_prompt_tokens(
     })
 }
 
-/// The prompt as the official encoder writes it, `*len` bytes of UTF-8 and a final NUL, which live as long as the prompt.
+/// The prompt as the official encoder writes it for these messages, `*len` bytes of UTF-8 and a final NUL, which live as
+/// long as the prompt. An answer that has its own tokens may be spaced differently there.
 /// Do not encode it with `DSV4_MARKUP_PARSE` to feed it: that makes control tokens of whatever users spelt.
 ///
 /// Errors: only `INVALID_ARGUMENT` and `POISONED`.
@@ -249,8 +257,10 @@ struct Answer {
 /// Bytes that the parser and the events take at most for each byte of new output.
 /// (`tests/tokenizer_memory.rs` measures it.)
 const EVENT_COST: usize = 160;
-/// Copies of the output so far that are made at most while a buffer grows.
-const COPIES: usize = 4;
+/// Bytes that are taken at most for each byte of the output so far, while buffers of it and of its tokens grow.
+const COPIES: usize = 20;
+/// Bytes of JSON for one token.
+const TOKEN_JSON: usize = 12;
 
 /// What an event says.
 #[repr(i32)]
@@ -350,7 +360,8 @@ pub unsafe extern "C" fn dsv4_chat_parser_push_token(
         // SAFETY: by the header's contract.
         let mut answer = unsafe { object(parser, "parser") }?.exclusive.get()?;
         let answer = &mut *answer;
-        answer.take(answer.tokenizer.token_bytes(token)?.len())?;
+        // a token may stand for no bytes, but is recorded all the same
+        answer.take(answer.tokenizer.token_bytes(token)?.len().max(1))?;
         let events = answer.parser.push_token(&answer.tokenizer, token)?;
         answer.queue(events);
         Ok(())
@@ -421,6 +432,11 @@ pub unsafe extern "C" fn dsv4_chat_parser_next(
 /// The answer so far as an OpenAI-style message, to append to the messages of the next `dsv4_chat_render`: `*json` points
 /// to `*len` bytes of UTF-8 and a final NUL, valid until the next call with this parser.
 ///
+/// An answer that came by `dsv4_chat_parser_push_token` and is complete (after the end-of-sentence token or
+/// `dsv4_chat_parser_finish`) also has the field `sampled`, `{"thinking": true, "tokens": [1, 2]}`: its tokens, with which
+/// the next prompt has this answer exactly as the model wrote it. A server whose clients do not send the field back keeps
+/// it by the id that it gave the answer's first call, and puts it into the message again. See `dsv4_chat_render`.
+///
 /// Errors: `OUT_OF_MEMORY`; `BUSY`.
 #[unsafe(no_mangle)]
 #[must_use]
@@ -440,7 +456,9 @@ pub unsafe extern "C" fn dsv4_chat_parser_message(
         json.check()?;
         len.check()?;
         // each character may be escaped with six, in a buffer that grows by doubling
-        alloc::probe("the message", answer.taken.saturating_mul(3 * 6))?;
+        let tokens = answer.reply.sampled.as_ref().map_or(0, |sampled| sampled.tokens.len());
+        let json_bytes = answer.taken.saturating_mul(6).saturating_add(tokens.saturating_mul(TOKEN_JSON));
+        alloc::probe("the message", json_bytes.saturating_mul(3))?;
         let message = answer.reply.to_json();
         answer.keep(&message)?;
         json.set(answer.text.as_ptr().cast());
@@ -475,7 +493,7 @@ impl Answer {
             }
             Some(Event::ToolCallEnd { index }) => (dsv4_event_kind::ToolCallEnd, "", Some(*index)),
             Some(Event::Malformed { raw, call }) => (dsv4_event_kind::Malformed, raw.as_str(), *call),
-            Some(Event::End) => (dsv4_event_kind::End, "", None),
+            Some(Event::End(_)) => (dsv4_event_kind::End, "", None),
         };
         if let Err(e) = self.keep(text) {
             // there was room for it when it was popped

@@ -46,7 +46,8 @@ pub struct dsv4_session_options {
     pub context: u64,
     /// Tokens that `dsv4_session_truncate` can always take back without computing, for callers that try tokens out; at
     /// most 64. Each costs a copy of the compressor states and the logits (V4-Flash: about 2 MB). 0, the default: a
-    /// truncation goes back to a checkpoint and computes from there.
+    /// truncation goes back to a checkpoint and computes from there. What may still be taken back is not offered to other
+    /// prompts: of a call with at most `rollback + 1` tokens, the last `rollback` wait for later ones.
     pub rollback: u64,
 }
 

@@ -5,6 +5,7 @@ mod cancel;
 pub mod eval;
 mod file;
 mod generate;
+mod prefix;
 mod stop;
 
 use std::collections::VecDeque;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 
 use crate::TokenId;
 use crate::alloc;
-use crate::cache::{BLOCK_TOKENS, CacheBytes, Checkpoint, CheckpointPolicy, Mark, PrefixKey, SequenceCache, State};
+use crate::cache::{BLOCK_TOKENS, CacheBytes, Checkpoint, Mark, PrefixKey, SequenceCache, State};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
@@ -30,9 +31,12 @@ pub struct SessionOptions {
     /// Most tokens the session can hold, prompt and output together; 0 takes the model's
     /// `max_position_embeddings`. Memory for the context is taken as it fills.
     pub context: usize,
-    /// Tokens that [`Session::truncate`] can always take back without computing, for callers that try tokens out; at
-    /// most [`SessionOptions::MAX_ROLLBACK`]. Each costs a copy of the compressor states and the logits
+    /// Tokens that [`Session::truncate`] can always take back without computing, for callers that try tokens out, such as
+    /// drafts; at most [`SessionOptions::MAX_ROLLBACK`]. Each costs a copy of the compressor states and the logits
     /// (V4-Flash: about 2 MB). With 0 a truncation goes back to a checkpoint and computes from there.
+    ///
+    /// What may still be taken back is not offered to other prompts: of a call with at most `rollback + 1` tokens, the
+    /// last `rollback` wait for later ones. A longer call is a prompt and is settled at once.
     pub rollback: usize,
 }
 
@@ -79,8 +83,10 @@ pub struct Session {
     tokens: Vec<TokenId>,
     /// Logits behind the last token; empty before the first.
     logits: Vec<f32>,
-    /// Keys of the full blocks, in order.
+    /// Keys of the full blocks that other prompts can find, in order; the last block may still be missing.
     keys: Vec<PrefixKey>,
+    /// A checkpoint that other prompts shall find when its block is among them.
+    unsettled: Option<Arc<Mark>>,
     /// The end of the last prompt: what a truncation to there or beyond starts from.
     mark: Option<Arc<Mark>>,
     /// Earlier logits and the positions they stand behind, oldest first: those that a rollback can need.
@@ -110,6 +116,7 @@ impl Session {
             tokens: Vec::new(),
             logits: Vec::new(),
             keys: Vec::new(),
+            unsettled: None,
             mark: None,
             earlier: VecDeque::new(),
             rollback,
@@ -164,9 +171,10 @@ impl Session {
             bail!(InvalidArgument, "token {i} has id {}; the vocabulary has {vocab} ids", tokens[i]);
         }
         alloc::reserve("session tokens", &mut self.tokens, tokens.len())?;
+        let kept = tokens.len().min(self.rollback) + 1;
         self.earlier
-            .try_reserve(1)
-            .map_err(|_| Error::out_of_memory("earlier logits", size_of::<Vec<f32>>() as u64))?;
+            .try_reserve(kept)
+            .map_err(|_| Error::out_of_memory("earlier logits", (kept * size_of::<Vec<f32>>()) as u64))?;
         let mut done = if rows == LogitRows::Last { self.reuse(tokens)? } else { 0 };
         let end = self.position() + tokens.len() - done;
         while done < tokens.len() {
@@ -184,83 +192,18 @@ impl Session {
                 for (i, row) in logits.chunks_exact(vocab).enumerate() {
                     sink(first + i, row)?;
                 }
+                self.keep_earlier(&logits, vocab)?;
             }
-            if last {
+            if rows == LogitRows::All || last {
                 self.keep_last(logits, vocab);
             }
-            self.publish(end)?;
+            self.publish(end, self.settled(tokens.len()))?;
             if progress(Progress { done, total: tokens.len() }).is_break() && !last {
                 return Err(cancelled(done, tokens.len()));
             }
         }
         if tokens.len() > 1 {
             self.set_mark();
-        }
-        Ok(())
-    }
-
-    /// Takes over what the cache has of `tokens`, and the logits if that is all of them. Returns how many it has.
-    fn reuse(&mut self, tokens: &[TokenId]) -> Result<usize> {
-        let cache = self.engine.cache();
-        let off = cache.options().policy == CheckpointPolicy::None;
-        if off || tokens.len() < BLOCK_TOKENS || !self.position().is_multiple_of(BLOCK_TOKENS) {
-            return Ok(0);
-        }
-        let from = self.keys.last().copied().unwrap_or(cache.root());
-        let hit = cache.lookup(from, tokens)?;
-        let count = hit.blocks.len() * BLOCK_TOKENS;
-        if let Some(checkpoint) = hit.checkpoint {
-            let logits = alloc::copied("logits", if count == tokens.len() { &checkpoint.logits } else { &[] })?;
-            alloc::reserve("session blocks", &mut self.keys, hit.keys.len())?;
-            self.cache.extend(&hit.blocks, checkpoint.state)?;
-            self.keys.extend_from_slice(&hit.keys);
-            self.tokens.extend_from_slice(&tokens[..count]);
-            self.forget_logits();
-            self.logits = logits;
-            self.reused += count as u64;
-        }
-        // only now: a hit that was found but could not be taken over is none
-        self.engine.cache().count_lookup(tokens.len(), count, hit.end);
-        Ok(count)
-    }
-
-    /// Tokens of the next chunk of a call that ends at position `end`: chunks stop where a checkpoint is wanted.
-    fn next_chunk(&self, end: usize) -> usize {
-        let position = self.position();
-        let stop = match self.engine.cache().options().policy {
-            CheckpointPolicy::None => end,
-            CheckpointPolicy::Boundary => last_boundary(end),
-            CheckpointPolicy::Every(n) => (position / n + 1) * n,
-        };
-        let stop = if stop > position { stop.min(end) } else { end };
-        (stop - position).min(self.engine.options().prefill_chunk)
-    }
-
-    /// Makes the blocks that are full now findable, and keeps a checkpoint where the policy of a call that ends at
-    /// position `end` wants one.
-    fn publish(&mut self, end: usize) -> Result<()> {
-        let cache = Arc::clone(self.engine.cache());
-        if cache.options().policy == CheckpointPolicy::None {
-            return Ok(());
-        }
-        for i in self.keys.len()..self.cache.full_blocks().len() {
-            let parent = self.keys.last().copied().unwrap_or(cache.root());
-            let tokens = &self.tokens[i * BLOCK_TOKENS..(i + 1) * BLOCK_TOKENS];
-            alloc::reserve("session blocks", &mut self.keys, 1)?;
-            if let Some(equal) = cache.publish(parent, tokens, &self.cache.full_blocks()[i])? {
-                self.cache.replace_block(i, equal);
-            }
-            self.keys.push(parent.extend(tokens));
-        }
-        let position = self.position();
-        let wanted = match cache.options().policy {
-            CheckpointPolicy::None => false,
-            CheckpointPolicy::Boundary => position.is_multiple_of(BLOCK_TOKENS) && position >= last_boundary(end),
-            CheckpointPolicy::Every(n) => position.is_multiple_of(n),
-        };
-        if let (true, Some(&key)) = (wanted, self.keys.last()) {
-            let logits = alloc::copied("checkpoint logits", &self.logits)?.into();
-            cache.keep_checkpoint(key, Checkpoint { state: self.cache.checkpoint(), logits });
         }
         Ok(())
     }
@@ -275,6 +218,17 @@ impl Session {
         if !logits.is_empty() && position >= oldest && self.rollback > 0 {
             self.earlier.push_back((position, logits));
         }
+    }
+
+    /// Puts all rows of a step but the last aside for a rollback, as far as it reaches; they stand behind the session's
+    /// last tokens. There is room for them in the list.
+    fn keep_earlier(&mut self, rows: &[f32], vocab: usize) -> Result<()> {
+        let count = rows.len() / vocab;
+        for back in (1..count.min(self.rollback + 1)).rev() {
+            let row = alloc::copied("earlier logits", &rows[(count - 1 - back) * vocab..][..vocab])?;
+            self.earlier.push_back((self.position() - back, row));
+        }
+        Ok(())
     }
 
     /// Drops all logits: the session goes on from elsewhere.
@@ -331,6 +285,7 @@ impl Session {
         self.cache.clear()?;
         self.tokens.clear();
         self.keys.clear();
+        self.unsettled = None;
         self.forget_logits();
         Ok(())
     }
@@ -349,6 +304,7 @@ impl Session {
             tokens: alloc::copied("session tokens", &self.tokens)?,
             logits: alloc::copied("logits", &self.logits)?,
             keys: alloc::copied("session blocks", &self.keys)?,
+            unsettled: self.unsettled.clone(),
             mark: self.mark.clone(),
             earlier: self.copy_earlier()?,
             rollback: self.rollback,
@@ -357,8 +313,8 @@ impl Session {
         })
     }
 
-    /// Goes back to the first `position` tokens, exactly. The last [`SessionOptions::rollback`] tokens, fed one at a time,
-    /// are taken back without computing; otherwise it starts from the nearest checkpoint at or below and computes the rest
+    /// Goes back to the first `position` tokens, exactly. The last [`SessionOptions::rollback`] tokens, fed one at a time or
+    /// by [`Session::feed_all`], are taken back without computing; otherwise it starts from the nearest checkpoint at or below and computes the rest
     /// again from the session's own tokens. Afterwards the logits are those behind token `position - 1`; at 0 there are
     /// none.
     ///
@@ -431,6 +387,7 @@ impl Session {
     fn cut(&mut self, position: usize) {
         self.tokens.truncate(position);
         self.keys.truncate(position / BLOCK_TOKENS);
+        self.unsettled = self.unsettled.take().filter(|mark| mark.position() <= position);
         self.mark = self.mark.take().filter(|mark| mark.position() <= position);
     }
 
@@ -494,11 +451,6 @@ impl Session {
     pub fn cache_bytes(&self) -> CacheBytes {
         self.cache.bytes()
     }
-}
-
-/// The last block's end at or below `end`.
-fn last_boundary(end: usize) -> usize {
-    end / BLOCK_TOKENS * BLOCK_TOKENS
 }
 
 fn cancelled(done: usize, total: usize) -> Error {

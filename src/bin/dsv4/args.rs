@@ -270,6 +270,19 @@ impl SessionArgs {
         }
     }
 
+    /// Whether there is a file.
+    pub(crate) fn is_given(&self) -> bool {
+        self.session.is_some()
+    }
+
+    /// An error that is about the file.
+    pub(crate) fn blame(&self, error: Error) -> Error {
+        match &self.session {
+            Some(file) => error.context(file.display()),
+            None => error,
+        }
+    }
+
     /// Saves to the file, if there is one.
     pub(crate) fn save(&self, session: &Session) -> Result {
         if let Some(file) = &self.session {

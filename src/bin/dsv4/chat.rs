@@ -1,5 +1,7 @@
 //! `dsv4 chat`: a conversation, line by line.
 
+mod history;
+
 use std::io::{BufRead, IsTerminal, Read};
 use std::path::PathBuf;
 
@@ -9,7 +11,7 @@ use dsv4::chat::{
 use dsv4::model::config::Draft;
 use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Sampler, Session, file};
 
-use crate::args::{ContextArgs, EngineArgs, SamplingArgs};
+use crate::args::{ContextArgs, EngineArgs, SamplingArgs, SessionArgs};
 use crate::failure::{Failure, Result, one_line};
 use crate::interrupt::Interrupt;
 use crate::number::whole;
@@ -27,6 +29,7 @@ out. Ctrl-C ends an answer. Lines with a meaning:
 
 Examples:
   dsv4 chat ~/models/DeepSeek-V4-Flash --thinking --effort max
+  dsv4 chat MODEL --session talk.session
   printf 'I am Ann.\\nWho am I?\\n' | dsv4 chat MODEL --system 'Be brief.' --greedy";
 
 /// Talk with a model
@@ -67,10 +70,14 @@ pub(crate) struct Args {
     context: ContextArgs,
 
     #[command(flatten)]
+    session: SessionArgs,
+
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
 pub(crate) fn run(args: Args) -> Result {
+    args.session.check()?;
     let sampling = args.sampling.options(&args.model)?;
     let tools = args.tools.as_deref().map(output::read_text).transpose()?;
     let engine = args.engine.open(&args.model)?;
@@ -85,15 +92,20 @@ pub(crate) fn run(args: Args) -> Result {
         system: args.system.map(|text| Message::new(Role::System, text)),
         messages: Vec::new(),
         options,
-        session: args.context.session(&engine)?,
+        session: args.session.open(&engine, &args.context)?,
         sampler: Sampler::new(sampling)?,
         max_tokens: Some(args.max_tokens).filter(|&n| n > 0),
         stats: args.stats,
         tools: args.tools,
     };
     chat.check(&engine)?;
-    chat.reset()?;
-    chat.talk()
+    chat.resume(&args.session)?;
+    let talked = chat.talk();
+    if args.session.is_given() {
+        chat.complete()?;
+        args.session.save(&chat.session)?;
+    }
+    talked
 }
 
 struct Chat {
@@ -127,6 +139,36 @@ impl Chat {
         })?;
         prompt.encode(engine.model().tokenizer()?)?;
         Ok(())
+    }
+
+    /// Goes on with the conversation that the session holds, or begins one.
+    fn resume(&mut self, file: &SessionArgs) -> Result {
+        if self.session.position() == 0 {
+            return self.reset();
+        }
+        let engine = self.session.engine().clone();
+        let tokenizer = engine.model().tokenizer()?;
+        let turns = history::read(self.session.tokens(), self.system.as_ref(), &self.options, tokenizer);
+        let turns = turns.map_err(|e| file.blame(e))?;
+        output::note(format_args!("(going on: {} messages, {} tokens)", turns.len(), self.session.position()));
+        self.messages = self.system.iter().cloned().chain(turns).collect();
+        Ok(())
+    }
+
+    /// Brings the session to the conversation's end: what is of no turn goes, and what the last answer lacks is fed, as
+    /// far as it fits.
+    fn complete(&mut self) -> Result {
+        // a message that an error left without an answer
+        self.messages.pop_if(|last| last.role == Role::User);
+        if self.messages.len() == self.system.iter().len() {
+            return self.reset();
+        }
+        let engine = self.session.engine().clone();
+        let options = ChatOptions { add_generation_prompt: false, ..self.options.clone() };
+        let tokens = render(&self.messages, &options)?.encode(engine.model().tokenizer()?)?;
+        let known = self.session.keep_common(&tokens)?;
+        let end = tokens.len().min(self.session.context());
+        Ok(self.session.feed(&tokens[known..end])?)
     }
 
     fn reset(&mut self) -> Result {
@@ -254,7 +296,7 @@ impl Answer {
             Event::ToolCallArgumentDelta { json, .. } => output::piece(json),
             Event::ToolCallEnd { .. } => output::piece("]"),
             Event::Malformed { raw, .. } => output::piece(raw),
-            Event::ReasoningDelta(_) | Event::End => Ok(()),
+            Event::ReasoningDelta(_) | Event::End(_) => Ok(()),
         }
     }
 

@@ -222,6 +222,7 @@ mod tests {
         CacheLayout { format: KvFormat::Fp8, head_dim: 512, rope_dim: 64, index_dim: 128, window: 128, layers }
     }
 
+    /// Pitfall 44.
     #[test]
     fn all_bytes_ever_written_for_100k_tokens_are_at_most_twice_the_size() {
         let folder = tempfile::tempdir().unwrap();

@@ -104,8 +104,10 @@ impl Session {
             .save(path.as_ref(), options.complete)
     }
 
-    /// The session in the file at `path`, on `engine`, with logits and cache bit for bit as they were saved. Its blocks
-    /// can be reused by other sessions, and those that the engine has already are shared.
+    /// The session in the file at `path`, on `engine`, with logits and cache bit for bit as they were saved. Blocks that the
+    /// engine has already are shared. Other prompts can reuse its blocks up to a checkpoint: at its end, if that is a
+    /// multiple of 256, and at the next ends of blocks that it comes to. Checkpoints at earlier places are not in the file;
+    /// the cache's tiers keep those ([`EngineOptions::tiers`](crate::EngineOptions::tiers)).
     ///
     /// Everything in the file is checked before any cache memory is taken.
     ///
@@ -129,7 +131,7 @@ impl Session {
         session.reused = position as u64;
         session.logits = loaded.logits;
         session.set_mark();
-        session.publish(position)?;
+        session.publish(position, position)?;
         // no tokens is no work
         session.feed(&pending)?;
         Ok(session)
