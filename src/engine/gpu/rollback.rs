@@ -145,7 +145,7 @@ pub(super) fn keep_rows(run: &Run<'_>, segments: &mut [Segment<'_>]) -> Result<(
                 run.stream.copy(&from, &rows.slice(at..at + ROW_BYTES)?)?;
             }
         }
-        segment.staged.keep_rows(segment.cache.layout(), &run.stream.read(&rows)?)?;
+        segment.staged.keep_rows(&run.stream.read(&rows)?)?;
     }
     Ok(())
 }
