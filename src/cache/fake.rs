@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use super::memory::{PageMemory, PageMove};
 use crate::error::{Result, bail};
@@ -10,7 +11,11 @@ use crate::error::{Result, bail};
 /// What a call that failed leaves where it was to write.
 const TORN: u8 = 0xEE;
 
-pub(super) struct FakeMemory(Mutex<Inner>);
+pub(super) struct FakeMemory {
+    inner: Mutex<Inner>,
+    /// Time from a copy's call to its beginning, in which others may do something.
+    delay: Duration,
+}
 
 struct Inner {
     bytes: Vec<u8>,
@@ -22,7 +27,13 @@ struct Inner {
 impl FakeMemory {
     /// `len` bytes of no meaning.
     pub(super) fn new(len: u64) -> Self {
-        Self(Mutex::new(Inner { bytes: vec![0xA5; len as usize], calls: 0, countdown: 0 }))
+        let inner = Mutex::new(Inner { bytes: vec![0xA5; len as usize], calls: 0, countdown: 0 });
+        Self { inner, delay: Duration::ZERO }
+    }
+
+    /// The same with copies that begin late.
+    pub(super) fn late(self, delay: Duration) -> Self {
+        Self { delay, ..self }
     }
 
     /// Calls so far.
@@ -36,7 +47,7 @@ impl FakeMemory {
     }
 
     fn with<T>(&self, work: impl FnOnce(&mut Inner) -> T) -> T {
-        work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        work(&mut self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// A call that writes `targets`.
@@ -75,6 +86,7 @@ impl PageMemory for FakeMemory {
     }
 
     fn copy(&self, moves: &[PageMove]) -> Result<()> {
+        std::thread::sleep(self.delay);
         let targets: Vec<_> = moves.iter().map(|m| range(m.to, m.len)).collect();
         self.call(&targets, |bytes| {
             for (m, target) in moves.iter().zip(&targets) {

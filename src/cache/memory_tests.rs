@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::fake::FakeMemory;
 use super::file::Identity;
@@ -472,7 +473,7 @@ fn what_compaction_frees_can_be_had_by_pages_of_any_size() {
 
 #[test]
 fn pages_keep_their_content_while_others_compact() {
-    let memory = Arc::new(FakeMemory::new(60 * layout().slab_bytes()));
+    let memory = Arc::new(FakeMemory::new(60 * layout().slab_bytes()).late(Duration::from_micros(50)));
     let device = manager(Some(&memory));
     let (done, compacted) = (AtomicBool::new(false), AtomicU64::new(0));
     let work = |seed: u64| {

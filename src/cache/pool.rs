@@ -95,13 +95,11 @@ struct HostPages {
 /// One page, held exclusively; dropping it gives it back.
 pub struct Page {
     bucket: Bucket,
-    place: Place,
+    /// Its bytes, if it lies on the host.
+    bytes: Vec<u8>,
+    /// Its number, if it lies in a page memory.
+    number: Option<PageNumber>,
     pool: Arc<PagePool>,
-}
-
-enum Place {
-    Host(Vec<u8>),
-    Memory(PageNumber),
 }
 
 impl PagePool {
@@ -149,11 +147,11 @@ impl PagePool {
     /// `NoBlocks` with the counts if the limit is reached by pages in use, `OutOfMemory` if the system refuses, and those
     /// of the page memory.
     pub fn take(self: &Arc<Self>, bucket: Bucket) -> Result<Page> {
-        let place = match &self.home {
-            Home::Host(pages) => Place::Host(self.take_on_host(pages, bucket)?),
-            Home::Memory(home) => Place::Memory(self.take_in_memory(&home.slabs, bucket)?),
+        let (bytes, number) = match &self.home {
+            Home::Host(pages) => (self.take_on_host(pages, bucket)?, None),
+            Home::Memory(home) => (Vec::new(), Some(self.take_in_memory(&home.slabs, bucket)?)),
         };
-        let page = Page { bucket, place, pool: Arc::clone(self) };
+        let page = Page { bucket, bytes, number, pool: Arc::clone(self) };
         if let Home::Memory(home) = &self.home {
             let _stays = home.stay();
             page.poison(home)?;
@@ -217,8 +215,8 @@ impl PagePool {
         }
     }
 
-    /// Copies the content of whole pages of the same pool, in a page memory with one call. The pages that are written
-    /// belong to pairs of one bucket; on error their content is undefined.
+    /// Copies whole pages of this pool, in a page memory with one call. Both pages of a pair (to, from) are of one bucket. On
+    /// error, the content of those that are written is undefined.
     ///
     /// # Errors
     /// Those of the page memory, and `OutOfMemory`; on the host none.
@@ -236,7 +234,7 @@ impl PagePool {
         if moves.is_empty() { Ok(()) } else { home.memory.copy(&moves) }
     }
 
-    /// In a page memory, moves pages together, so that of what is free less than two slabs can be had by some buckets only.
+    /// In a page memory, moves pages together: of what is free, less than two slabs then cannot be had by a bucket.
     /// Their numbers change: no step may be at work. Returns the bytes that have become free for all buckets.
     ///
     /// # Errors
@@ -306,10 +304,7 @@ impl Page {
     /// Its number in the page memory, where it lies at `number * page_bytes`; `None` on the host. It changes when the pool
     /// is [compacted](PagePool::compact).
     pub fn id(&self) -> Option<u32> {
-        match &self.place {
-            Place::Host(_) => None,
-            Place::Memory(number) => Some(number.load(Ordering::Relaxed)),
-        }
+        self.number.as_ref().map(|number| number.load(Ordering::Relaxed))
     }
 
     /// Its bucket.
@@ -319,18 +314,12 @@ impl Page {
 
     /// Its bytes. Of a page in a page memory, none.
     pub fn bytes(&self) -> &[u8] {
-        match &self.place {
-            Place::Host(bytes) => bytes,
-            Place::Memory(_) => &[],
-        }
+        &self.bytes
     }
 
     /// Its bytes, to write. Of a page in a page memory, none.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        match &mut self.place {
-            Place::Host(bytes) => bytes,
-            Place::Memory(_) => &mut [],
-        }
+        &mut self.bytes
     }
 
     /// Number of its bytes, wherever they are.
@@ -343,7 +332,7 @@ impl Page {
     /// # Errors
     /// That of `use_bytes`, of the page memory, or `OutOfMemory`.
     pub(super) fn read(&self, range: Range<usize>, use_bytes: impl FnOnce(&[u8]) -> Result<()>) -> Result<()> {
-        let Home::Memory(home) = &self.pool.home else { return use_bytes(&self.bytes()[range]) };
+        let Home::Memory(home) = &self.pool.home else { return use_bytes(&self.bytes[range]) };
         if range.is_empty() {
             return use_bytes(&[]);
         }
@@ -359,7 +348,7 @@ impl Page {
     /// # Errors
     /// That of `fill`, and on the host no other; those of the page memory, or `OutOfMemory`. The bytes are then undefined.
     pub(super) fn write(&mut self, range: Range<usize>, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
-        let Home::Memory(home) = &self.pool.home else { return fill(&mut self.bytes_mut()[range]) };
+        let Home::Memory(home) = &self.pool.home else { return fill(&mut self.bytes[range]) };
         if range.is_empty() {
             return fill(&mut []);
         }
@@ -382,22 +371,22 @@ impl Page {
 
 impl Drop for Page {
     fn drop(&mut self) {
-        match (&mut self.place, &self.pool.home) {
-            (Place::Host(bytes), Home::Host(pages)) => {
-                let mut bytes = std::mem::take(bytes);
+        match &self.pool.home {
+            Home::Host(pages) => {
+                let mut bytes = std::mem::take(&mut self.bytes);
                 if self.pool.poison {
                     bytes.fill(POISON);
                 }
                 lock(pages).put(self.bucket, bytes);
             }
-            (Place::Memory(number), Home::Memory(home)) => {
-                let (number, _stays) = (Arc::clone(number), home.stay());
+            Home::Memory(home) => {
+                let _stays = home.stay();
                 // a memory that refuses this is broken, and says so to whoever uses it next
                 drop(self.poison(home));
-                lock(&home.slabs).put(self.bucket, number.load(Ordering::Relaxed));
+                if let Some(id) = self.id() {
+                    lock(&home.slabs).put(self.bucket, id);
+                }
             }
-            // a page lies where its pool has pages
-            _ => {}
         }
     }
 }
