@@ -12,7 +12,9 @@ pub fn engine(folder: &Path, numerics: Numerics) -> Arc<Engine> {
     match device() {
         None => engine_with(folder, options),
         // as users have it, with steps that take a whole golden sequence
-        Some(device) => open(folder, EngineOptions { device, cache_bytes: DEVICE_CACHE, prefill_chunk: 1024, ..options }),
+        Some(device) => {
+            open(folder, EngineOptions { device, cache_bytes: DEVICE_CACHE, prefill_chunk: 1024, ..options })
+        }
     }
 }
 

@@ -1,15 +1,15 @@
 //! The attention half of a layer on the device: `model/deepseek_v4/attention.rs` with the backend's fused operations.
 
-use super::scratch::Attention as Buffers;
 use super::rollback::kinds;
+use super::scratch::Attention as Buffers;
 use super::step::Run;
 use super::tables::Kind;
 use super::weights::{Attention as Weights, Compressor as CompressorWeights};
 use crate::alloc;
 use crate::backend::cuda::memory::Buffer;
 use crate::backend::cuda::ops::{
-    self, Attention, AttentionPath, Compress, Compressor, Entries, HEAD_DIM, INDEX_DIM, IndexQuery, Insert, Job, Output,
-    RmsNorm, Scores, TopK, Weight,
+    self, Attention, AttentionPath, Compress, Compressor, Entries, HEAD_DIM, INDEX_DIM, IndexQuery, Insert, Job,
+    Output, RmsNorm, Scores, TopK, Weight,
 };
 use crate::backend::cuda::stream::Stream;
 use crate::cache::Bucket;

@@ -14,7 +14,8 @@ impl Run<'_> {
         let (plain, x, workspace) = (&self.scratch.input, self.quantised_input(), Some(&self.scratch.workspace));
         let [w1, w2, w3] = &w.shared;
 
-        let job = |weight, rows, x, y, y_stride| Job { weight, first_row: 0, rows, cols: d, x, x_stride: d, y, y_stride };
+        let job =
+            |weight, rows, x, y, y_stride| Job { weight, first_row: 0, rows, cols: d, x, x_stride: d, y, y_stride };
         let half = |i: usize| b.shared_gate_up.slice(i * inter..b.shared_gate_up.len()).map(Output::Bf16);
         let jobs = [
             job(&w.gate, c.n_routed_experts, plain, Output::F32(b.logits.clone()), c.n_routed_experts),

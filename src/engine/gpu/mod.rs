@@ -252,11 +252,7 @@ fn is_decoding(segments: &[Segment<'_>]) -> bool {
 }
 
 /// Everything up to the head.
-fn layers(
-    run: &mut Run<'_>,
-    segments: &mut [Segment<'_>],
-    between: &mut dyn FnMut(usize) -> Result<()>,
-) -> Result<()> {
+fn layers(run: &mut Run<'_>, segments: &mut [Segment<'_>], between: &mut dyn FnMut(usize) -> Result<()>) -> Result<()> {
     run.begin()?;
     for layer in 0..run.config.num_hidden_layers {
         between(layer)?;
@@ -327,7 +323,10 @@ fn find_not_finite(run: &mut Run<'_>, segments: &[Segment<'_>]) -> Error {
             run.at = at;
             finite_streams(layer, &x, run.config, segments)?;
             if run.stream.read(&run.scratch.bad)?[0] != 0 {
-                bail!(Numeric, "layer {layer}: an index score is NaN; `dsv4 verify --scan` tells whether weights are not finite");
+                bail!(
+                    Numeric,
+                    "layer {layer}: an index score is NaN; `dsv4 verify --scan` tells whether weights are not finite"
+                );
             }
         }
         bail!(Numeric, "activations are not finite, but were when computed again")

@@ -90,7 +90,10 @@ impl Plan {
         let slab = layout.slab_bytes();
         let cache = wanted / slab * slab;
         if cache == 0 {
-            bail!(InvalidArgument, "a cache of {wanted} bytes; on a GPU it grows by {slab} bytes, so at least that many");
+            bail!(
+                InvalidArgument,
+                "a cache of {wanted} bytes; on a GPU it grows by {slab} bytes, so at least that many"
+            );
         }
         Ok(Self { weights, step, tables, small_words, cache, rows })
     }

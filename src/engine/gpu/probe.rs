@@ -67,7 +67,12 @@ impl GpuEngine {
     }
 
     /// Logits of every row of final streams `x`.
-    pub(in crate::engine) fn head(&self, x: &[f32], segments: &mut [Segment<'_>], probe: &mut Probe) -> Result<Vec<f32>> {
+    pub(in crate::engine) fn head(
+        &self,
+        x: &[f32],
+        segments: &mut [Segment<'_>],
+        probe: &mut Probe,
+    ) -> Result<Vec<f32>> {
         self.with_run(segments, LogitRows::All, |run, _| {
             put_streams(run, x)?;
             run.arrive()?;
@@ -170,8 +175,7 @@ fn record_attention(run: &Run<'_>, layer: usize, segments: &[Segment<'_>], probe
         LayerKind::Window => frequencies(c.qk_rope_head_dim, c.rope_theta, None),
         _ => frequencies(c.qk_rope_head_dim, c.compress_rope_theta, Some(&c.rope_scaling)),
     };
-    let positions: Vec<usize> =
-        segments.iter().flat_map(|s| s.staged.start..s.staged.start + s.tokens.len()).collect();
+    let positions: Vec<usize> = segments.iter().flat_map(|s| s.staged.start..s.staged.start + s.tokens.len()).collect();
     let rotations = Rotations::new(&frequencies, positions.into_iter())?;
     let mut o = read_bf16(run, &b.out)?;
     for (i, head) in o.chunks_exact_mut(HEAD_DIM).enumerate() {
@@ -202,8 +206,7 @@ fn record_selection(run: &Run<'_>, layer: usize, segments: &[Segment<'_>], probe
         return Ok(());
     }
     let all = run.stream.read(&b.scores.slice(0..run.rows * pitch)?)?;
-    let positions: Vec<usize> =
-        segments.iter().flat_map(|s| s.staged.start..s.staged.start + s.tokens.len()).collect();
+    let positions: Vec<usize> = segments.iter().flat_map(|s| s.staged.start..s.staged.start + s.tokens.len()).collect();
     let widest = positions.iter().map(|p| (p + 1) / 4).max().unwrap_or(0);
     let mut scores = vec![f32::NEG_INFINITY; run.rows * widest];
     for (row, position) in positions.into_iter().enumerate() {

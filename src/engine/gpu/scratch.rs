@@ -123,7 +123,8 @@ impl Scratch {
         let logit_rows = rows.min(LOGIT_ROWS);
         let kinds = [Compressor::Main4, Compressor::Index4, Compressor::Main128];
         let undo_state = kinds.map(|kind| kind.state_pages() * kind.page_bytes()).into_iter().max().unwrap_or(0);
-        let (attention, ffn) = arena.overlap(|arena| Attention::new(arena, c, size), |arena| Ffn::new(arena, c, rows))?;
+        let (attention, ffn) =
+            arena.overlap(|arena| Attention::new(arena, c, size), |arena| Ffn::new(arena, c, rows))?;
         let mut bf16 = |what, len| arena.take::<u16>(what, len);
         Ok(Self {
             attention,
@@ -152,8 +153,10 @@ impl Attention {
         let (width, index_heads) = (c.num_attention_heads * HEAD_DIM, c.index_n_heads);
         let has_index = c.layers.contains(&LayerKind::C4a);
         // rows of what only some layers have
-        let (compressed, indexed) =
-            (if has_index || c.layers.contains(&LayerKind::C128a) { rows } else { 0 }, if has_index { rows } else { 0 });
+        let (compressed, indexed) = (
+            if has_index || c.layers.contains(&LayerKind::C128a) { rows } else { 0 },
+            if has_index { rows } else { 0 },
+        );
         let candidates = match top_k_parts(visible, c.index_topk) {
             0 => 0,
             parts => (CANDIDATES * c.index_topk).max(GROUP_ROWS * parts),

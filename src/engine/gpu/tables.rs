@@ -46,7 +46,6 @@ impl PagesKey {
 /// The small words of a step and where each table lies.
 pub(super) struct Tables {
     pub(super) words: Vec<u32>,
-    pub(super) rows: usize,
     pub(super) sequences: usize,
     /// Blocks of each row of the page tables of entries and keys.
     pitch: usize,
@@ -177,7 +176,6 @@ impl Tables {
         let sequences = segments.len();
         Ok(Self {
             words,
-            rows,
             sequences,
             pitch,
             wanted,

@@ -234,7 +234,11 @@ impl Placer<'_> {
             }
         }
         let [data, scales] = addresses;
-        Ok(Bank { data: self.words("expert addresses", &data)?, scales: self.words("expert scales", &scales)?, _kept: kept })
+        Ok(Bank {
+            data: self.words("expert addresses", &data)?,
+            scales: self.words("expert scales", &scales)?,
+            _kept: kept,
+        })
     }
 
     fn hyper(&mut self, w: &HyperWeights) -> Result<Hyper> {
@@ -348,7 +352,9 @@ fn expert_format(experts: &[ExpertWeights]) -> Result<ExpertFormat> {
             (MatrixFormat::E2m1, Scales::E8m0(_)) => ExpertFormat::E2m1,
             (MatrixFormat::E4m3, Scales::E8m0(_)) => ExpertFormat::E4m3,
             (MatrixFormat::E4m3, Scales::F32(_)) => ExpertFormat::E4m3F32,
-            (other, _) => bail!(Unsupported, "{} is stored as {other:?}, which the GPU kernels do not read", m.tensor().name()),
+            (other, _) => {
+                bail!(Unsupported, "{} is stored as {other:?}, which the GPU kernels do not read", m.tensor().name())
+            }
         };
         if *format.get_or_insert(found) != found {
             bail!(Unsupported, "{} is stored otherwise than the layer's other experts", m.tensor().name());

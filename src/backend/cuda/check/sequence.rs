@@ -98,7 +98,9 @@ fn commit(lab: &mut Lab<'_>) -> Result<()> {
 /// The flag is raised by one value that is not finite, wherever it is, and by nothing else.
 pub(super) fn watch(lab: &mut Lab<'_>) -> Result<()> {
     let values = lab.normal_bf16(8 * 1001, 1e30);
-    for (at, planted) in [(None, 0.0), (Some(0), f32::NAN), (Some(8007), f32::INFINITY), (Some(4097), f32::NEG_INFINITY)] {
+    for (at, planted) in
+        [(None, 0.0), (Some(0), f32::NAN), (Some(8007), f32::INFINITY), (Some(4097), f32::NEG_INFINITY)]
+    {
         let mut values = values.clone();
         if let Some(at) = at {
             values[at] = planted;

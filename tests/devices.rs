@@ -1,0 +1,203 @@
+//! A device against the CPU on a model: half layer by half layer, which decides, and end to end. Needs a GPU:
+//! `DSV4_TEST_DEVICE=cuda` runs it, `DSV4_TEST_MODEL` chooses the model (else the trained one of this repository and its
+//! held-out passages; a model without passages gets random tokens).
+#![forbid(unsafe_code)]
+#![expect(clippy::print_stderr, reason = "the measured figures belong in the test log")]
+
+mod common;
+
+use common::metrics::{Errors, argmax, logsumexp};
+use common::{shared, subject};
+use dsv4::research::{self, Lab, Probe};
+use dsv4::{DeviceChoice, Engine, EngineOptions, Markup, Model, Numerics};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Tokens that go through a layer at once.
+const CHUNK: usize = 512;
+/// Tokens of a model without passages.
+const RANDOM: usize = 600;
+/// Largest median and 90th percentile of a half layer's relative error, as for goldens (tests/goldens/README.md).
+const FLOORS: [(&str, f64); 3] = [("o", 2.5e-3), ("streams_mid", 1e-2), ("streams_from_mid", 1e-3)];
+
+fn folder() -> PathBuf {
+    std::env::var_os("DSV4_TEST_MODEL")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4"), PathBuf::from)
+}
+
+/// The model on the CPU and on the device.
+fn pair(test: &str, numerics: Numerics) -> Option<[Arc<Engine>; 2]> {
+    let Some(device) = subject::device() else {
+        shared::say(&format!("SKIPPED {test}: no device (set DSV4_TEST_DEVICE)"));
+        return None;
+    };
+    let model = Model::open(folder()).expect("the model opens");
+    let options = |device, cache_bytes| EngineOptions {
+        numerics,
+        device,
+        cache_bytes,
+        prefill_chunk: CHUNK,
+        ..EngineOptions::default()
+    };
+    let engine = |options| Engine::new(&model, options).expect("an engine");
+    Some([engine(options(DeviceChoice::Cpu, 0)), engine(options(device, 2 << 30))])
+}
+
+/// The held-out passages as tokens, or random ones.
+fn texts(model: &Model) -> Vec<Vec<u32>> {
+    let passages = folder().join("passages");
+    if !passages.is_dir() {
+        let vocab = model.config().vocab_size as u64;
+        let next = |i: u64| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20) % vocab;
+        return vec![(1..=RANDOM as u64).map(|i| next(i) as u32).collect()];
+    }
+    let mut files: Vec<PathBuf> =
+        std::fs::read_dir(passages).expect("passages").map(|entry| entry.expect("a file").path()).collect();
+    files.push(folder().join("eval.txt"));
+    files.sort();
+    let tokenizer = model.tokenizer().expect("a tokenizer");
+    let text = |file: &PathBuf| {
+        let text = std::fs::read_to_string(file).expect("a passage");
+        let mut tokens = vec![model.config().bos_token_id];
+        tokens.extend(tokenizer.encode(&text, Markup::Text).expect("it is encoded"));
+        tokens.truncate(4001);
+        tokens
+    };
+    files.iter().map(text).collect()
+}
+
+/// Rows of a record.
+fn rows(probe: &Probe, layer: usize, name: &str) -> Vec<Vec<f32>> {
+    let record = probe.get(layer, name).unwrap_or_else(|| panic!("layer {layer} has no {name}"));
+    record.values.chunks(record.values.len() / record.shape[0]).map(<[f32]>::to_vec).collect()
+}
+
+fn check_half_layers(test: &str, numerics: Numerics) {
+    let Some([cpu, device]) = pair(test, numerics) else { return };
+    let config = cpu.model().config();
+    let width = config.hc_mult * config.hidden_size;
+    let mut pairs: Vec<[Vec<(Vec<f32>, Vec<f32>)>; 3]> =
+        (0..config.num_hidden_layers).map(|_| Default::default()).collect();
+    let mut routes = (0, 0);
+    for text in texts(cpu.model()) {
+        let [mut on_cpu, mut on_device] = [&cpu, &device].map(|engine| Lab::new(engine).expect("a lab"));
+        for ids in text.chunks(CHUNK) {
+            let mut x = on_cpu.embed(ids).expect("the embedding");
+            assert_eq!(on_device.embed(ids).expect("the embedding"), x, "embeddings are copies");
+            for (layer, pairs) in pairs.iter_mut().enumerate() {
+                let [mut want, mut got, mut want_ffn, mut got_ffn] = [(); 4].map(|()| Probe::on());
+                let out = on_cpu.run_layer(layer, &x, ids, &mut want).expect("the layer runs");
+                on_device.run_layer(layer, &x, ids, &mut got).expect("the layer runs");
+                for (i, name) in ["o", "streams_mid"].into_iter().enumerate() {
+                    pairs[i].extend(rows(&got, layer, name).into_iter().zip(rows(&want, layer, name)));
+                }
+                let mid: Vec<f32> = rows(&want, layer, "streams_mid").concat();
+                let want = on_cpu.run_ffn_half(layer, &mid, ids, &mut want_ffn).expect("the half runs");
+                let got = on_device.run_ffn_half(layer, &mid, ids, &mut got_ffn).expect("the half runs");
+                let ids = |probe: &Probe| rows(probe, layer, "router_ids");
+                for ((got, want), ids) in
+                    got.chunks(width).zip(want.chunks(width)).zip(ids(&got_ffn).iter().zip(ids(&want_ffn)))
+                {
+                    let sorted = |ids: &[f32]| {
+                        let mut ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
+                        ids.sort_unstable();
+                        ids
+                    };
+                    routes.1 += 1;
+                    // a near tie of the router goes one way or the other
+                    if sorted(ids.0) == sorted(&ids.1) {
+                        pairs[2].push((got.to_vec(), want.to_vec()));
+                    } else {
+                        routes.0 += 1;
+                    }
+                }
+                x = out;
+            }
+        }
+    }
+    let mut failed = Vec::new();
+    for (layer, pairs) in pairs.iter().enumerate() {
+        for ((name, floor), pairs) in FLOORS.iter().zip(pairs) {
+            let errors = Errors::of(pairs.iter().map(|(got, want)| (&got[..], &want[..])));
+            eprintln!("{numerics} layer {layer} ({:?}) {name}: {errors}", config.layers[layer]);
+            if errors.p50 > *floor || errors.p90 > *floor {
+                failed.push(format!("layer {layer} {name}: {errors}, limit {floor}"));
+            }
+        }
+    }
+    eprintln!("{numerics}: {} of {} routes differ", routes.0, routes.1);
+    assert!(failed.is_empty(), "half layers beyond the rule:\n{}", failed.join("\n"));
+    assert!(routes.0 * 500 <= routes.1, "{} of {} routes differ", routes.0, routes.1);
+}
+
+#[test]
+fn half_layers_in_reference_numerics_are_those_of_the_cpu() {
+    check_half_layers("half layers, reference", Numerics::Reference);
+}
+
+#[test]
+fn half_layers_in_served_numerics_are_those_of_the_cpu() {
+    check_half_layers("half layers, served", Numerics::Served);
+}
+
+/// Mean divergence in nats and the losses, over all passages.
+fn check_end_to_end(test: &str, numerics: Numerics, most: f64) {
+    let Some([cpu, device]) = pair(test, numerics) else { return };
+    let (mut divergence, mut losses, mut count, mut other_choices) = (0.0, [0.0, 0.0], 0, 0);
+    for text in texts(cpu.model()) {
+        let [want, got, again] = [&cpu, &device, &device].map(|engine| subject::all_logits(engine, &text));
+        assert!(got == again, "two runs on the device differ");
+        for (position, (want, got)) in want.iter().zip(&got).enumerate() {
+            let (p, q) = (logsumexp(want), logsumexp(got));
+            let terms = want.iter().zip(got).map(|(&a, &b)| {
+                let (ln_p, ln_q) = (f64::from(a) - p, f64::from(b) - q);
+                ln_p.exp() * (ln_p - ln_q)
+            });
+            divergence += terms.sum::<f64>();
+            other_choices += usize::from(argmax(want) != argmax(got));
+            count += 1;
+            if let Some(&next) = text.get(position + 1) {
+                losses[0] += p - f64::from(want[next as usize]);
+                losses[1] += q - f64::from(got[next as usize]);
+            }
+        }
+    }
+    let [cpu_loss, device_loss] = losses.map(|loss| loss / count as f64);
+    let perplexity = (device_loss - cpu_loss).exp() - 1.0;
+    let divergence = divergence / count as f64;
+    eprintln!(
+        "{numerics}, {count} tokens: mean divergence {divergence:.2e} nats, perplexity {:.4} on the CPU, {:+.3} % on the \
+         device, {other_choices} other likeliest tokens",
+        cpu_loss.exp(),
+        100.0 * perplexity
+    );
+    assert!(divergence <= most, "{numerics}: {divergence} nats");
+    assert!(perplexity.abs() <= 3e-3, "{numerics}: perplexity {perplexity:+}");
+}
+
+#[test]
+fn reference_logits_are_close_to_those_of_the_cpu() {
+    check_end_to_end("end to end, reference", Numerics::Reference, 2e-2);
+}
+
+#[test]
+fn kvquant_logits_are_close_to_those_of_the_cpu() {
+    check_end_to_end("end to end, kvquant", Numerics::Kvquant, 2e-3);
+}
+
+#[test]
+fn a_prompt_alone_has_the_logits_that_it_has_among_eight() {
+    let Some([_, device]) = pair("alone and among eight", Numerics::Reference) else { return };
+    let text = texts(device.model()).swap_remove(0);
+    let lengths = [60, 9, 17, 33, 61, 128, 90, 15];
+    let prompts: Vec<&[u32]> = lengths.iter().enumerate().map(|(i, &n)| &text[i * 17..i * 17 + n]).collect();
+    let together = research::batch(&device, &prompts).expect("the batch runs");
+    let mut different = 0;
+    for (prompt, together) in prompts.iter().zip(&together) {
+        let alone = research::batch(&device, &[prompt]).expect("the batch runs").swap_remove(0);
+        different += alone.iter().zip(together).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    }
+    let all = together.iter().map(Vec::len).sum::<usize>();
+    eprintln!("{different} of {all} logits differ between a prompt alone and among eight");
+    assert_eq!(different, 0, "of {all} logits");
+}
