@@ -17,7 +17,8 @@ use std::sync::Arc;
 const CHUNK: usize = 512;
 /// Tokens of a model without passages.
 const RANDOM: usize = 600;
-/// Largest median and 90th percentile of a half layer's relative error, as for goldens (tests/goldens/README.md).
+/// Largest median and 90th percentile of a half layer's relative error, as for goldens (tests/goldens/README.md), unless
+/// twice what two instruction sets of the CPU differ by is more: in wide layers a last bit turns more roundings.
 const FLOORS: [(&str, f64); 3] = [("o", 2.5e-3), ("streams_mid", 1e-2), ("streams_from_mid", 1e-3)];
 
 fn folder() -> PathBuf {
@@ -74,13 +75,52 @@ fn rows(probe: &Probe, layer: usize, name: &str) -> Vec<Vec<f32>> {
 
 fn check_half_layers(test: &str, numerics: Numerics) {
     let Some([cpu, device]) = pair(test, numerics) else { return };
+    let options = EngineOptions { device: DeviceChoice::Cpu, ..cpu.options().clone() };
+    let other = research::engine_with_other_simd(cpu.model(), options).expect("an engine");
+    let texts = texts(cpu.model());
+    // the yardstick needs no more than a passage
+    let yardstick = compare(&cpu, &other, &texts[..1]);
+    let compared = compare(&cpu, &device, &texts);
+    let mut failed = Vec::new();
+    for (layer, (errors, yardsticks)) in compared.layers.iter().zip(&yardstick.layers).enumerate() {
+        for (i, (name, floor)) in FLOORS.into_iter().enumerate() {
+            // served numerics round the device's output before it can be seen
+            if name == "o" && numerics == Numerics::Served {
+                continue;
+            }
+            let (errors, of_cpu) = (errors[i], yardsticks[i]);
+            let (p50, p90) = (f64::max(floor, 2.0 * of_cpu.p50), f64::max(floor, 2.0 * of_cpu.p90));
+            let kind = cpu.model().config().layers[layer];
+            let line =
+                format!("{numerics} layer {layer} ({kind:?}) {name}: {errors}; two CPU instruction sets: {of_cpu}");
+            eprintln!("{line}");
+            if errors.p50 > p50 || errors.p90 > p90 {
+                failed.push(line);
+            }
+        }
+    }
+    let (other, all) = compared.routes;
+    eprintln!("{numerics}: {other} of {all} routes differ");
+    assert!(failed.is_empty(), "half layers beyond the rule:\n{}", failed.join("\n"));
+    assert!(other * 500 <= all, "{other} of {all} routes differ");
+}
+
+/// How far one engine's half layers are from another's on the same inputs.
+struct Compared {
+    /// The attention output, the streams in the middle, and the streams that the second half makes of given ones.
+    layers: Vec<[Errors; 3]>,
+    /// Tokens with other experts, and all.
+    routes: (usize, usize),
+}
+
+fn compare(cpu: &Arc<Engine>, device: &Arc<Engine>, texts: &[Vec<u32>]) -> Compared {
     let config = cpu.model().config();
     let width = config.hc_mult * config.hidden_size;
     let mut pairs: Vec<[Vec<(Vec<f32>, Vec<f32>)>; 3]> =
         (0..config.num_hidden_layers).map(|_| Default::default()).collect();
     let mut routes = (0, 0);
-    for text in texts(cpu.model()) {
-        let [mut on_cpu, mut on_device] = [&cpu, &device].map(|engine| Lab::new(engine).expect("a lab"));
+    for text in texts {
+        let [mut on_cpu, mut on_device] = [cpu, device].map(|engine| Lab::new(engine).expect("a lab"));
         for ids in text.chunks(CHUNK) {
             let mut x = on_cpu.embed(ids).expect("the embedding");
             assert_eq!(on_device.embed(ids).expect("the embedding"), x, "embeddings are copies");
@@ -115,19 +155,8 @@ fn check_half_layers(test: &str, numerics: Numerics) {
             }
         }
     }
-    let mut failed = Vec::new();
-    for (layer, pairs) in pairs.iter().enumerate() {
-        for ((name, floor), pairs) in FLOORS.iter().zip(pairs) {
-            let errors = Errors::of(pairs.iter().map(|(got, want)| (&got[..], &want[..])));
-            eprintln!("{numerics} layer {layer} ({:?}) {name}: {errors}", config.layers[layer]);
-            if errors.p50 > *floor || errors.p90 > *floor {
-                failed.push(format!("layer {layer} {name}: {errors}, limit {floor}"));
-            }
-        }
-    }
-    eprintln!("{numerics}: {} of {} routes differ", routes.0, routes.1);
-    assert!(failed.is_empty(), "half layers beyond the rule:\n{}", failed.join("\n"));
-    assert!(routes.0 * 500 <= routes.1, "{} of {} routes differ", routes.0, routes.1);
+    let errors = |pairs: &Vec<(Vec<f32>, Vec<f32>)>| Errors::of(pairs.iter().map(|(got, want)| (&got[..], &want[..])));
+    Compared { layers: pairs.iter().map(|pairs| pairs.each_ref().map(errors)).collect(), routes }
 }
 
 #[test]

@@ -6,12 +6,12 @@ mod common;
 
 use std::sync::Arc;
 
-use common::golden::{self, Golden};
+use common::golden;
 use common::subject;
 use dsv4::{Engine, EngineOptions, Session, SessionOptions};
 
 fn nano() -> std::path::PathBuf {
-    Golden::open(&golden::committed().join("nano-flash")).checkpoint()
+    golden::small()
 }
 
 fn options() -> EngineOptions {

@@ -47,7 +47,10 @@ fn engine_with(options: EngineOptions) -> Arc<Engine> {
     let model = Model::open(nano()).unwrap();
     let (window, state) = CacheLayout::new(model.config(), KvFormat::Fp8).fixed_page_bytes();
     let fixed = window + state;
-    Engine::new(&model, EngineOptions { cache_bytes: 5 * fixed, checkpoint_bytes: 2 * fixed, ..options }).unwrap()
+    // a device's pages come in slabs, each for one size: as many for each size as one prompt needs
+    let slabs = subject::device().map_or(0, |_| 7 * CacheLayout::new(model.config(), KvFormat::Fp8).slab_bytes());
+    let cache_bytes = slabs.max(5 * fixed);
+    Engine::new(&model, EngineOptions { cache_bytes, checkpoint_bytes: 2 * fixed, ..options }).unwrap()
 }
 
 fn disk(folder: &Path) -> TierOptions {

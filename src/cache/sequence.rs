@@ -141,6 +141,8 @@ impl SequenceCache {
     /// Appends `times` copies, in pages of their own, of the last block, which is full, and goes to their end: a long
     /// sequence without computing it, for measurements. The window is that of the block that was copied.
     pub(crate) fn repeat_last_block(&mut self, times: usize) -> Result<()> {
+        // a step that did not finish may have left a block behind
+        self.truncate_blocks(self.len() / BLOCK_TOKENS);
         alloc::reserve("block table", &mut self.blocks, times)?;
         self.own_state()?;
         let Some(last) = self.full_blocks().last().map(Arc::clone) else {

@@ -114,7 +114,16 @@ impl Engine {
 
     /// An empty cache for one sequence whose last `rollback` tokens can be taken back.
     pub(crate) fn new_cache(&self, rollback: usize) -> Result<SequenceCache> {
-        SequenceCache::new(&self.cache, rollback)
+        self.with_room(|| SequenceCache::new(&self.cache, rollback))
+    }
+
+    /// Calls `work`, a second time if it found no room and pages could be moved together to make some.
+    fn with_room<T>(&self, mut work: impl FnMut() -> Result<T>) -> Result<T> {
+        match &self.device {
+            Device::Cpu => work(),
+            #[cfg(feature = "cuda")]
+            Device::Gpu(gpu) => gpu.with_room(&self.cache, work),
+        }
     }
 
     /// The pages and prefixes that the engine's sessions share.
@@ -148,7 +157,7 @@ impl Engine {
         between: &mut (dyn FnMut(usize) -> Result<()> + Send),
     ) -> Result<Vec<f32>> {
         self.model.checkpoint().check_sizes()?;
-        let staged = cache.stage(tokens.len())?;
+        let staged = self.with_room(|| cache.stage(tokens.len()))?;
         let mut segments = [Segment { cache, staged, tokens }];
         let logits = self.run(&mut segments, rows, between)?;
         let [Segment { staged, .. }] = segments;

@@ -3,12 +3,14 @@
 
 use std::sync::Arc;
 
+use crate::backend::cpu::simd::Simd;
 use crate::cache::{BLOCK_TOKENS, Block, CacheLayout, CacheManager, CacheOptions, KvFormat, SequenceCache};
 use crate::error::{Result, bail};
+use crate::model::Model;
 use crate::model::config::LayerKind;
 use crate::model::deepseek_v4::{LogitRows, Segment};
 
-use super::{Device, Engine};
+use super::{Device, Engine, EngineOptions};
 
 pub use crate::model::Rounding;
 pub use crate::model::deepseek_v4::{Probe, Record};
@@ -236,6 +238,18 @@ fn trace_chunk(engine: &Engine, segments: &mut [Segment<'_>], trace: &mut Trace)
     }
     logits.extend(trunk.head(&x, &step, LogitRows::All, &mut Probe::off())?);
     Ok(())
+}
+
+/// A CPU engine with another instruction set than the best, whose results differ in last bits: the yardstick of what is
+/// no difference.
+pub fn engine_with_other_simd(model: &Arc<Model>, options: EngineOptions) -> Result<Arc<Engine>> {
+    let engine = Engine::new(model, options)?;
+    let other = Simd::available().into_iter().rev().nth(1);
+    let Some((mut engine, simd)) = Arc::into_inner(engine).zip(other) else {
+        bail!(Unsupported, "this machine has one instruction set only")
+    };
+    engine.cpu.simd = simd;
+    Ok(Arc::new(engine))
 }
 
 /// Takes the prompts through the model as one step, each a sequence of its own, and then one token more of each, the

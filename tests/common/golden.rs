@@ -19,7 +19,8 @@ pub struct Golden {
 
 /// The nano models committed with this repository.
 pub fn nano() -> Vec<Golden> {
-    ["nano-flash", "nano-pro", "nano-dspark", "nano-base"].map(|name| Golden::open(&committed().join(name))).into()
+    let all = ["nano-flash", "nano-pro", "nano-dspark", "nano-base"].map(|name| Golden::open(&committed().join(name)));
+    all.into_iter().filter(Golden::runs_here).collect()
 }
 
 /// A small random model for tests that need no golden.
@@ -56,9 +57,18 @@ impl Golden {
         checkpoint::cached(&self.name, &self.recipe(), &sha256)
     }
 
+    /// Whether the device under test runs it: GPU kernels know the releases' head size alone.
+    fn runs_here(&self) -> bool {
+        let runs = super::subject::device().is_none() || self.manifest["overrides"]["head_dim"].is_null();
+        if !runs {
+            super::shared::say(&format!("SKIPPED golden {}: its head size does not run on the device", self.name));
+        }
+        runs
+    }
+
     /// The checkpoint; on a GPU, whose kernels know the releases' head size alone, one like it with that.
     pub fn runnable(&self) -> PathBuf {
-        if super::subject::device().is_none() || self.manifest["overrides"]["head_dim"].is_null() {
+        if self.runs_here() {
             return self.checkpoint();
         }
         let mut recipe = self.recipe();

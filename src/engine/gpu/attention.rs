@@ -45,7 +45,9 @@ impl Run<'_> {
             let which = if kind == LayerKind::C4a { Compressor::Main4 } else { Compressor::Main128 };
             self.compress(self.stream, layer, which, compressor, &b.main)?;
         }
-        self.join()?;
+        if w.indexer.is_some() {
+            self.join()?;
+        }
         self.attend(layer, w, b, &turns, &staged)?;
         self.project_output(w, b)
     }

@@ -23,7 +23,7 @@ use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::pages::DevicePages;
 use crate::backend::cuda::stream::{Event, Graph, Stream};
 use crate::backend::cuda::upload::Uploader;
-use crate::cache::{CacheLayout, PageMemory};
+use crate::cache::{CacheLayout, CacheManager, PageMemory};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment, finite_logits, finite_streams};
 use crate::model::{Model, Rounding};
@@ -33,7 +33,7 @@ use self::plan::Plan;
 use self::scratch::{LOGIT_ROWS, SPLIT_ROWS, Scratch, Size};
 use self::step::{PageBuffer, Run, Side};
 use self::tables::{PagesKey, Tables};
-use self::weights::{DeviceWeights, Placer};
+use self::weights::{DeviceWeights, Placer, Upload};
 use super::EngineOptions;
 
 /// Bytes of each half of the upload buffer.
@@ -103,7 +103,7 @@ impl GpuEngine {
         let mut arena = Arena::new(&gpu, plan.weights)?;
         let mut uploader = Uploader::new(&gpu, UPLOAD_BYTES)?;
         let mut report = |done| progress(done, plan.weights);
-        let upload = Some((&mut uploader, &mut report as &mut dyn FnMut(u64) -> Result<()>));
+        let upload = Some(Upload { uploader: &mut uploader, progress: &mut report });
         let weights = DeviceWeights::place(model.weights(), &mut Placer { arena: &mut arena, upload, done: 0 })?;
         uploader.finish()?;
         drop(uploader);
@@ -140,6 +140,20 @@ impl GpuEngine {
             queue: Mutex::new(queue),
             gpu,
         })
+    }
+
+    /// Calls `work`; if that found no room in the cache, moves its pages together, for which no step may be under way, and
+    /// calls it once more.
+    pub(super) fn with_room<T>(&self, cache: &CacheManager, mut work: impl FnMut() -> Result<T>) -> Result<T> {
+        match work() {
+            Err(error) if error.kind() == ErrorKind::NoBlocks => {
+                let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+                let moved = cache.compact()?;
+                drop(queue);
+                if moved == 0 { Err(error) } else { work() }
+            }
+            result => result,
+        }
     }
 
     /// The memory of the cache.

@@ -15,6 +15,7 @@ use crate::model::weights::{
 };
 use crate::tensor::format::{E4M3, bf16_bits};
 use crate::tensor::{MatrixFormat, MatrixRef, Scales};
+use crate::weights::Tensor;
 
 /// Rows and columns of an E4M3 scale.
 const TILE: usize = 128;
@@ -104,10 +105,16 @@ impl Bank {
     }
 }
 
+/// The way to the device, and who is told how many bytes have gone it.
+pub(super) struct Upload<'a> {
+    pub(super) uploader: &'a mut Uploader,
+    pub(super) progress: &'a mut dyn FnMut(u64) -> Result<()>,
+}
+
 /// Where weights go: an arena, and the way there unless it is only counted.
 pub(super) struct Placer<'a> {
     pub(super) arena: &'a mut Arena,
-    pub(super) upload: Option<(&'a mut Uploader, &'a mut dyn FnMut(u64) -> Result<()>)>,
+    pub(super) upload: Option<Upload<'a>>,
     /// Bytes uploaded so far.
     pub(super) done: u64,
 }
@@ -215,6 +222,28 @@ impl Placer<'_> {
         })
     }
 
+    /// Refuses codes and scales of NaN before they go up: kernels decode E4M3 by shifting bits, which makes a number of it.
+    fn check_finite(&self, m: &Matrix) -> Result<()> {
+        if self.upload.is_none() {
+            return Ok(());
+        }
+        let nan = |what: &Tensor, found: Option<usize>, value: &str| match found {
+            None => Ok(()),
+            Some(i) => bail!(Numeric, "element {i} of {} is {value}; `dsv4 verify --scan` tells more", what.name()),
+        };
+        if m.format() == MatrixFormat::E4m3 {
+            nan(m.tensor(), position(m.tensor().bytes(), |byte| byte & 0x7F == 0x7F), "NaN")?;
+        }
+        match (m.view().scales, m.scale()) {
+            (Scales::E8m0(bytes), Some(scale)) => nan(scale, position(bytes, |byte| byte == 0xFF), "NaN"),
+            (Scales::F32(bytes), Some(scale)) => {
+                let bad = |b: &[u8]| !f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite();
+                nan(scale, bytes.chunks_exact(4).position(bad), "not finite")
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn bank(&mut self, experts: &[ExpertWeights], which: fn(&ExpertWeights) -> &Matrix) -> Result<Bank> {
         let mut kept = alloc::with_capacity("experts on the device", 2 * experts.len())?;
         let mut addresses = [
@@ -224,6 +253,7 @@ impl Placer<'_> {
         for expert in experts {
             let matrix = which(expert);
             self.view(matrix)?;
+            self.check_finite(matrix)?;
             let Some(scale) = matrix.scale() else {
                 bail!(Unsupported, "{} has no scales", matrix.tensor().name());
             };
@@ -260,6 +290,7 @@ impl Placer<'_> {
 
     fn matrix(&mut self, m: &Matrix) -> Result<Weight> {
         let view = self.view(m)?;
+        self.check_finite(m)?;
         let name = m.tensor().name();
         match (m.format(), view.scales) {
             (MatrixFormat::Bf16, _) => Ok(Weight::Bf16(self.bytes(name, view.data)?.cast()?)),
@@ -277,6 +308,7 @@ impl Placer<'_> {
     fn wo_a(&mut self, m: &Matrix) -> Result<Weight> {
         let view = self.view(m)?;
         let (MatrixFormat::E4m3, Scales::F32(scales)) = (m.format(), view.scales) else { return self.matrix(m) };
+        self.check_finite(m)?;
         let buffer: Buffer<u16> = self.arena.take(m.tensor().name(), m.rows() * m.cols())?;
         if self.upload.is_some() {
             let mut bytes = alloc::with_capacity(m.tensor().name(), 2 * m.rows() * m.cols())?;
@@ -321,11 +353,19 @@ impl Placer<'_> {
 
     fn send(&mut self, to: &Buffer<u8>, bytes: &[u8]) -> Result<()> {
         let before = self.done;
-        let Some((uploader, progress)) = &mut self.upload else { return Ok(()) };
+        let Some(Upload { uploader, progress }) = &mut self.upload else { return Ok(()) };
         uploader.upload(to, bytes, &mut |sent| progress(before + sent))?;
         self.done += bytes.len() as u64;
         Ok(())
     }
+}
+
+/// The first byte that is `bad`; a piece at a time, so that the search runs at the speed of memory.
+fn position(bytes: &[u8], bad: impl Fn(u8) -> bool) -> Option<usize> {
+    const PIECE: usize = 4096;
+    let has = |piece: &[u8]| piece.iter().fold(false, |found, &byte| found | bad(byte));
+    let piece = bytes.chunks(PIECE).position(has)?;
+    bytes[piece * PIECE..].iter().position(|&byte| bad(byte)).map(|i| piece * PIECE + i)
 }
 
 /// Numbers with a device byte order, which is little-endian.
@@ -363,5 +403,20 @@ fn expert_format(experts: &[ExpertWeights]) -> Result<ExpertFormat> {
     match format {
         Some(format) => Ok(format),
         None => bail!(Unsupported, "a layer without experts"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_bad_byte_is_found_in_any_piece() {
+        let mut bytes = vec![0u8; 10_000];
+        assert_eq!(position(&bytes, |b| b == 7), None);
+        for at in [9_999, 4_096, 4_095, 0] {
+            bytes[at] = 7;
+            assert_eq!(position(&bytes, |b| b == 7), Some(at));
+        }
     }
 }
