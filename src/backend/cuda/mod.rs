@@ -8,29 +8,26 @@
 //! `memory` hands out one allocation by a plan; `stream` queues work; `upload` brings weights over; `pages` is where the
 //! cache's pages lie.
 //!
-//! # The step (what the launchers were cut for)
+//! # The step (`crate::engine::gpu`)
 //!
-//! * **Memory.** One arena a device, sized by the plan before anything is allocated: dense weights, expert weights, the
-//!   three page buckets, and the scratch of the largest step. The plan is the allocating code run on a counting arena.
-//!   Weights keep the checkpoint's bytes (only `wo_a` of the `-Base` releases becomes bf16 when uploaded, since the
-//!   official code rounds it so). Experts are reached through tables of addresses, so any subset may be resident.
+//! * **Memory.** The plan is the allocating code run on a counting arena, before anything is allocated: weights, the memory
+//!   of the largest step, tables, pages. Weights keep the checkpoint's bytes (only `wo_a` of the `-Base` releases becomes
+//!   bf16 when uploaded, since the official code rounds it so). Experts are reached through tables of addresses.
 //! * **Activations** are bf16 between operations; inputs of FP8 and FP4 products are bf16 values on the E4M3 grid, which
 //!   is exact, so one kernel serves `reference`, `served` and `kvquant`.
 //! * **Rows and sequences.** A step is `rows` tokens of several sequences: per row its sequence and position, per sequence
 //!   start, first row and count. Rotation tables are made once a step, for rows and for the entries they complete.
-//! * **Pages.** All buckets are one buffer (`pages`); a page is `base + id * page_bytes` in 64 bits. Per layer and step there are
-//!   tables of 32-bit page ids `[sequences, pitch]`: ring, entries, keys, state and new state. They are written by the
-//!   host into one staging buffer and copied once a step, so a graph sees fixed addresses.
+//! * **Pages.** One buffer; a page is `base + id * page_bytes` in 64 bits. Per layer there are tables of 32-bit page ids
+//!   `[sequences, pitch]`: ring, entries, keys, states and new states. Those of entries and keys stay on the device and
+//!   are written when they change; the others go up with each step.
 //! * **Transaction.** Window rows of a step go to a linear buffer, compressor states to pages of their own, entries and
 //!   keys to places of owned pages behind the committed length. Nothing committed is overwritten until `window_commit`
-//!   and the swap of state tables at the end; a failed or cancelled step leaves the sequence as it was.
-//!   Taking tokens back needs what they overwrote: the commit kernel is the place to copy ring rows aside, and the old
-//!   state pages are the undo of the states.
+//!   at the end, which does nothing if a value was not finite; a failed or cancelled step leaves the sequence as it was.
+//!   What takes tokens back (window rows about to be overwritten, states before each token) is read back to the host.
 //! * **Streams.** In c4a layers the index compressor, the index queries, scores and top-k run on a second stream beside
 //!   window insertion and the main compressor; two events join them before attention.
-//! * **Graphs.** A decode step is captured per bucket of rows (1, 2, 4, 8, ..), padded with rows of a sequence that owns
-//!   spare pages. Grids depend on the bucket and on a bound of the context only, and kernels read all lengths from device
-//!   memory; a new bound (doubling) is a new capture.
+//! * **Graphs.** A step of one token a sequence is captured per number of sequences and bound of the context (a power of
+//!   two of blocks). Grids depend on these alone, and kernels read all lengths from device memory.
 //! * **Order of sums** is fixed by dimensions and key counts, never by batch or chunk: `kernels/product.cuh` says how
 //!   products do it. Only attention has two orders, one for decode (`Split`) and one for prefill (`Whole`).
 

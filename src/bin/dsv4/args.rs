@@ -20,6 +20,7 @@ use serde_json::Value;
 use crate::failure::{Failure, Result};
 use crate::number::{between, whole};
 use crate::output::note;
+use crate::progress;
 
 /// Bounds of `--chunk`, the engine's own.
 const CHUNKS: [u64; 2] = [0, EngineOptions::MAX_PREFILL_CHUNK as u64];
@@ -198,7 +199,15 @@ impl EngineArgs {
 
     /// Opens the model and makes an engine on it.
     pub(crate) fn open(&self, model: &Path) -> Result<Arc<Engine>> {
-        Ok(Engine::new(&Model::open(model)?, self.options())?)
+        let model = Model::open(model)?;
+        let bar = progress::byte_bar("uploading", 0);
+        let engine = Engine::with_progress(&model, self.options(), &mut |done, total| {
+            bar.set_length(total);
+            bar.set_position(done);
+            Ok(())
+        });
+        bar.finish_and_clear();
+        Ok(engine?)
     }
 }
 
