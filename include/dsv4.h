@@ -675,11 +675,13 @@ typedef struct dsv4_engine_options {
     // Worker threads, at most 1024; 0, the default, is one per available core. They belong to the engine and end with
     // it; 1 starts none and works on the calling thread.
     uint32_t threads;
-    // Most tokens that go through the model at once, 1 to 65536; 256 by default. More is faster and takes more memory,
-    // and a call is cancelled within one layer of one such chunk.
+    // Most tokens that go through the model at once, at most 65536; 0, the default, is 256 on the CPU and 2048 on a GPU.
+    // More is faster and takes more memory, and a call is cancelled within one such chunk, on the CPU within one layer
+    // of it.
     uint32_t prefill_chunk;
     // Most bytes of the cache, for sessions and reusable prompt beginnings together; 0, the default, is a quarter of the
-    // machine's memory. Memory is taken as it fills; at the limit, beginnings that no session uses are dropped, the
+    // machine's memory, or half of what weights and steps leave of a GPU's. Memory is taken as it fills, on a GPU when
+    // the engine is made; at the limit, beginnings that no session uses are dropped, the
     // longest unused first, and when all is in use calls fail with `NO_BLOCKS`.
     uint64_t cache_bytes;
     // Most bytes of checkpoints, within `cache_bytes`; 0, the default, is a quarter of those.
@@ -713,6 +715,11 @@ typedef struct dsv4_engine_options {
     uint32_t tier_timeout_ms;
     // 1 fills freed cache memory with NaN, so that a defect shows as `NUMERIC`; slower. 0 is the default.
     int32_t poison_cache;
+    // 1 makes logits on a GPU independent of how tokens are cut into calls, chunks and batches, to the last bit, as they
+    // always are on the CPU; prefill is slower. 0 is the default.
+    int32_t batch_invariant;
+    // 0.
+    int32_t reserved;
 } dsv4_engine_options;
 
 // What an engine was made with and found. Set `size` to `sizeof(dsv4_engine_info)` before the call.
@@ -744,8 +751,10 @@ static inline void dsv4_engine_options_init(dsv4_engine_options *options)
 
 // Makes an engine on `model`. `options` may be NULL. `*out` receives the engine, to be freed with `dsv4_engine_free`.
 //
+// On a GPU the weights are uploaded during the call, as the checkpoint stores them.
+//
 // Errors: `INVALID_ARGUMENT` for an option out of range; `UNAVAILABLE` for a device that is not there and
-// `UNSUPPORTED` for one that this version cannot run on; `IO` for a folder of the disk tier that cannot be made or read;
+// `UNSUPPORTED` for what it cannot run (too old a device, numerics `EXACT`, another cache than FP8); `IO` for a folder of the disk tier that cannot be made or read;
 // `OUT_OF_MEMORY`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_engine_new(const dsv4_model *model,

@@ -105,6 +105,9 @@ fn check_half_layers(test: &str, numerics: Numerics) {
     assert!(other * 500 <= all, "{other} of {all} routes differ");
 }
 
+/// What one engine computed and what another did, row by row.
+type Pairs = Vec<(Vec<f32>, Vec<f32>)>;
+
 /// How far one engine's half layers are from another's on the same inputs.
 struct Compared {
     /// The attention output, the streams in the middle, and the streams that the second half makes of given ones.
@@ -116,8 +119,7 @@ struct Compared {
 fn compare(cpu: &Arc<Engine>, device: &Arc<Engine>, texts: &[Vec<u32>]) -> Compared {
     let config = cpu.model().config();
     let width = config.hc_mult * config.hidden_size;
-    let mut pairs: Vec<[Vec<(Vec<f32>, Vec<f32>)>; 3]> =
-        (0..config.num_hidden_layers).map(|_| Default::default()).collect();
+    let mut pairs: Vec<[Pairs; 3]> = (0..config.num_hidden_layers).map(|_| Default::default()).collect();
     let mut routes = (0, 0);
     for text in texts {
         let [mut on_cpu, mut on_device] = [cpu, device].map(|engine| Lab::new(engine).expect("a lab"));
@@ -155,7 +157,7 @@ fn compare(cpu: &Arc<Engine>, device: &Arc<Engine>, texts: &[Vec<u32>]) -> Compa
             }
         }
     }
-    let errors = |pairs: &Vec<(Vec<f32>, Vec<f32>)>| Errors::of(pairs.iter().map(|(got, want)| (&got[..], &want[..])));
+    let errors = |pairs: &Pairs| Errors::of(pairs.iter().map(|(got, want)| (&got[..], &want[..])));
     Compared { layers: pairs.iter().map(|pairs| pairs.each_ref().map(errors)).collect(), routes }
 }
 

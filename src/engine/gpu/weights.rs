@@ -13,7 +13,7 @@ use crate::model::weights::{
     AttentionWeights, CompressorWeights, ExpertWeights, HyperWeights, IndexerWeights, LayerWeights, Matrix, MoeWeights,
     Routing, Vector, Weights,
 };
-use crate::tensor::format::{E4M3, bf16_bits};
+use crate::tensor::format::{E4M3, bf16_bits, bf16_value};
 use crate::tensor::{MatrixFormat, MatrixRef, Scales};
 use crate::weights::Tensor;
 
@@ -157,9 +157,6 @@ impl Placer<'_> {
     }
 
     fn attention(&mut self, w: &AttentionWeights) -> Result<Attention> {
-        if self.upload.is_some() {
-            w.sink.finite()?;
-        }
         Ok(Attention {
             sink: self.vector(&w.sink)?,
             wq_a: self.matrix(&w.wq_a)?,
@@ -193,12 +190,7 @@ impl Placer<'_> {
 
     fn moe(&mut self, w: &MoeWeights) -> Result<Moe> {
         let routing = match &w.routing {
-            Routing::Bias(bias) => {
-                if self.upload.is_some() {
-                    bias.finite()?;
-                }
-                Route::Bias(self.vector(bias)?)
-            }
+            Routing::Bias(bias) => Route::Bias(self.vector(bias)?),
             Routing::Hash(table) => {
                 if self.upload.is_some() {
                     // the kernel follows the ids unseen
@@ -222,23 +214,25 @@ impl Placer<'_> {
         })
     }
 
-    /// Refuses codes and scales of NaN before they go up: kernels decode E4M3 by shifting bits, which makes a number of it.
+    /// Refuses values that are not finite before they go up: kernels decode E4M3 by shifting bits, which makes a number of
+    /// NaN, and choose experts and entries by comparing, where one would not show.
     fn check_finite(&self, m: &Matrix) -> Result<()> {
         if self.upload.is_none() {
             return Ok(());
         }
-        let nan = |what: &Tensor, found: Option<usize>, value: &str| match found {
-            None => Ok(()),
-            Some(i) => bail!(Numeric, "element {i} of {} is {value}; `dsv4 verify --scan` tells more", what.name()),
-        };
-        if m.format() == MatrixFormat::E4m3 {
-            nan(m.tensor(), position(m.tensor().bytes(), |byte| byte & 0x7F == 0x7F), "NaN")?;
+        let bytes = m.tensor().bytes();
+        match m.format() {
+            MatrixFormat::E4m3 => check(m.tensor(), first::<1>(bytes, |[b]| b & 0x7F == 0x7F))?,
+            MatrixFormat::Bf16 => {
+                check(m.tensor(), first::<2>(bytes, |b| !bf16_value(u16::from_le_bytes(b)).is_finite()))?;
+            }
+            MatrixFormat::F32 => check(m.tensor(), first::<4>(bytes, |b| !f32::from_le_bytes(b).is_finite()))?,
+            MatrixFormat::E2m1 => {}
         }
         match (m.view().scales, m.scale()) {
-            (Scales::E8m0(bytes), Some(scale)) => nan(scale, position(bytes, |byte| byte == 0xFF), "NaN"),
+            (Scales::E8m0(bytes), Some(scale)) => check(scale, first::<1>(bytes, |[b]| b == 0xFF)),
             (Scales::F32(bytes), Some(scale)) => {
-                let bad = |b: &[u8]| !f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite();
-                nan(scale, bytes.chunks_exact(4).position(bad), "not finite")
+                check(scale, first::<4>(bytes, |b| !f32::from_le_bytes(b).is_finite()))
             }
             _ => Ok(()),
         }
@@ -276,6 +270,7 @@ impl Placer<'_> {
             bail!(Unsupported, "{} is not float32", w.mix.tensor().name());
         }
         self.view(&w.mix)?;
+        self.check_finite(&w.mix)?;
         Ok(Hyper {
             basis: self.bytes(w.mix.tensor().name(), w.mix.tensor().bytes())?.cast()?,
             base: self.vector(&w.base)?,
@@ -326,7 +321,7 @@ impl Placer<'_> {
     fn vector(&mut self, v: &Vector) -> Result<Buffer<f32>> {
         let buffer: Buffer<f32> = self.arena.take(v.tensor().name(), v.len())?;
         if self.upload.is_some() {
-            self.send_values(&buffer, v.values())?;
+            self.send_values(&buffer, v.finite()?)?;
         }
         Ok(buffer)
     }
@@ -360,12 +355,21 @@ impl Placer<'_> {
     }
 }
 
-/// The first byte that is `bad`; a piece at a time, so that the search runs at the speed of memory.
-fn position(bytes: &[u8], bad: impl Fn(u8) -> bool) -> Option<usize> {
+/// An error that names the element of `tensor` that is not finite, if one is.
+fn check(tensor: &Tensor, bad: Option<usize>) -> Result<()> {
+    match bad {
+        None => Ok(()),
+        Some(i) => bail!(Numeric, "element {i} of {} is not finite; `dsv4 verify --scan` tells more", tensor.name()),
+    }
+}
+
+/// The first element of `N` bytes that is `bad`; a piece at a time, so that the search runs at the speed of memory.
+fn first<const N: usize>(bytes: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<usize> {
     const PIECE: usize = 4096;
-    let has = |piece: &[u8]| piece.iter().fold(false, |found, &byte| found | bad(byte));
-    let piece = bytes.chunks(PIECE).position(has)?;
-    bytes[piece * PIECE..].iter().position(|&byte| bad(byte)).map(|i| piece * PIECE + i)
+    let (elements, _) = bytes.as_chunks::<N>();
+    let has = |piece: &[[u8; N]]| piece.iter().fold(false, |found, &element| found | bad(element));
+    let piece = elements.chunks(PIECE).position(has)?;
+    elements[piece * PIECE..].iter().position(|&element| bad(element)).map(|i| piece * PIECE + i)
 }
 
 /// Numbers with a device byte order, which is little-endian.
@@ -411,12 +415,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_bad_byte_is_found_in_any_piece() {
-        let mut bytes = vec![0u8; 10_000];
-        assert_eq!(position(&bytes, |b| b == 7), None);
+    fn the_first_bad_element_is_found_in_any_piece() {
+        let mut bytes = vec![0u8; 2 * 10_000];
+        let seven = |b: [u8; 2]| u16::from_le_bytes(b) == 7;
+        assert_eq!(first(&bytes, seven), None);
         for at in [9_999, 4_096, 4_095, 0] {
-            bytes[at] = 7;
-            assert_eq!(position(&bytes, |b| b == 7), Some(at));
+            bytes[2 * at] = 7;
+            assert_eq!(first(&bytes, seven), Some(at));
         }
     }
 }
