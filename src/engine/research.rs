@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use crate::backend::cpu::simd::Simd;
 use crate::cache::{BLOCK_TOKENS, Block, CacheLayout, CacheManager, CacheOptions, KvFormat, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::Model;
@@ -240,15 +239,12 @@ fn trace_chunk(engine: &Engine, segments: &mut [Segment<'_>], trace: &mut Trace)
     Ok(())
 }
 
-/// A CPU engine with another instruction set than the best, whose results differ in last bits: the yardstick of what is
-/// no difference.
-pub fn engine_with_other_simd(model: &Arc<Model>, options: EngineOptions) -> Result<Arc<Engine>> {
-    let engine = Engine::new(model, options)?;
-    let other = Simd::available().into_iter().rev().nth(1);
-    let Some((mut engine, simd)) = Arc::into_inner(engine).zip(other) else {
-        bail!(Unsupported, "this machine has one instruction set only")
+/// A CPU engine whose products have the noise of other orders of summation: the yardstick of what is no difference.
+pub fn engine_with_noise(model: &Arc<Model>, options: EngineOptions) -> Result<Arc<Engine>> {
+    let Some(mut engine) = Arc::into_inner(Engine::new(model, options)?) else {
+        bail!(InvalidArgument, "a new engine is used already")
     };
-    engine.cpu.simd = simd;
+    engine.cpu.add_noise();
     Ok(Arc::new(engine))
 }
 

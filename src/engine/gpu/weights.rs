@@ -15,7 +15,6 @@ use crate::model::weights::{
 };
 use crate::tensor::format::{E4M3, bf16_bits, bf16_value};
 use crate::tensor::{MatrixFormat, MatrixRef, Scales};
-use crate::weights::Tensor;
 
 /// Rows and columns of an E4M3 scale.
 const TILE: usize = 128;
@@ -222,17 +221,17 @@ impl Placer<'_> {
         }
         let bytes = m.tensor().bytes();
         match m.format() {
-            MatrixFormat::E4m3 => check(m.tensor(), first::<1>(bytes, |[b]| b & 0x7F == 0x7F))?,
+            MatrixFormat::E4m3 => check(m.tensor().name(), first::<1>(bytes, |[b]| b & 0x7F == 0x7F))?,
             MatrixFormat::Bf16 => {
-                check(m.tensor(), first::<2>(bytes, |b| !bf16_value(u16::from_le_bytes(b)).is_finite()))?;
+                check(m.tensor().name(), first::<2>(bytes, |b| !bf16_value(u16::from_le_bytes(b)).is_finite()))?;
             }
-            MatrixFormat::F32 => check(m.tensor(), first::<4>(bytes, |b| !f32::from_le_bytes(b).is_finite()))?,
+            MatrixFormat::F32 => check(m.tensor().name(), first::<4>(bytes, |b| !f32::from_le_bytes(b).is_finite()))?,
             MatrixFormat::E2m1 => {}
         }
         match (m.view().scales, m.scale()) {
-            (Scales::E8m0(bytes), Some(scale)) => check(scale, first::<1>(bytes, |[b]| b == 0xFF)),
+            (Scales::E8m0(bytes), Some(scale)) => check(scale.name(), first::<1>(bytes, |[b]| b == 0xFF)),
             (Scales::F32(bytes), Some(scale)) => {
-                check(scale, first::<4>(bytes, |b| !f32::from_le_bytes(b).is_finite()))
+                check(scale.name(), first::<4>(bytes, |b| !f32::from_le_bytes(b).is_finite()))
             }
             _ => Ok(()),
         }
@@ -355,11 +354,11 @@ impl Placer<'_> {
     }
 }
 
-/// An error that names the element of `tensor` that is not finite, if one is.
-fn check(tensor: &Tensor, bad: Option<usize>) -> Result<()> {
+/// An error that names the element of tensor `name` that is not finite, if one is.
+fn check(name: &str, bad: Option<usize>) -> Result<()> {
     match bad {
         None => Ok(()),
-        Some(i) => bail!(Numeric, "element {i} of {} is not finite; `dsv4 verify --scan` tells more", tensor.name()),
+        Some(i) => bail!(Numeric, "element {i} of {name} is not finite; `dsv4 verify --scan` tells more"),
     }
 }
 
