@@ -101,20 +101,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise(const __grid_cons
 }
 
 struct WatchParams {
-  const u16* x;  // [count] bf16, a multiple of 8
+  const u32* x;  // [words] of two bf16 or one float32
   u32* bad;      // set to 1 if one of them is NaN or infinite
-  u64 count;
+  u64 words;
+  u64 is_f32;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) watch(const __grid_constant__ WatchParams p) {
   wait_for_inputs();
-  const u64 group = u64(blockIdx.x) * THREADS + threadIdx.x;
-  if (group * 8 >= p.count) return;
-  const uint4 v = reinterpret_cast<const uint4*>(p.x)[group];
-  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  const u64 first = (u64(blockIdx.x) * THREADS + threadIdx.x) * 4;
+  if (first >= p.words) return;
+  u32 words[4] = {};
+  if (first + 4 <= p.words) {
+    const uint4 v = reinterpret_cast<const uint4*>(p.x)[first / 4];
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+  } else {
+    for (u32 i = 0; first + i < p.words; i++) words[i] = p.x[first + i];
+  }
   bool bad = false;
 #pragma unroll
-  for (int i = 0; i < 4; i++) bad |= (words[i] & 0x7F80u) == 0x7F80u || (words[i] & 0x7F800000u) == 0x7F800000u;
+  for (int i = 0; i < 4; i++)
+    bad |= (words[i] & 0x7F800000u) == 0x7F800000u || (!p.is_f32 && (words[i] & 0x7F80u) == 0x7F80u);
   if (bad) *p.bad = 1;
 }
 

@@ -127,6 +127,64 @@ impl Drop for Block {
     }
 }
 
+/// Host memory that the device reads and writes without a copy in between.
+pub(crate) struct Pinned {
+    gpu: Gpu,
+    address: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the memory belongs to the object alone.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    /// `bytes` bytes, with undefined content.
+    ///
+    /// # Errors
+    /// `OutOfMemory` if the system does not pin that much.
+    pub(crate) fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
+        let _current = gpu.enter()?;
+        let mut address = std::ptr::null_mut();
+        // SAFETY: the pointer outlives the call; the context is current.
+        let status = unsafe { sys::cuMemHostAlloc(&raw mut address, bytes.max(1), 0) };
+        if status == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(Error::out_of_memory("pinned memory", bytes as u64));
+        }
+        gpu.check("pinning memory", status)?;
+        Ok(Self { gpu: gpu.clone(), address: address.cast(), bytes })
+    }
+
+    /// Bytes of it.
+    pub(crate) fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Its first byte.
+    pub(super) fn address(&self) -> *mut u8 {
+        self.address
+    }
+
+    /// Its first `len` values, which the device has written and does not touch any more.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there are fewer.
+    pub(crate) fn values<T: Plain>(&mut self, len: usize) -> Result<&[T]> {
+        if len.checked_mul(size_of::<T>()).is_none_or(|bytes| bytes > self.bytes) {
+            bail!(InvalidArgument, "{len} values of {} pinned bytes", self.bytes);
+        }
+        // SAFETY: within the memory, which is aligned to a page, and any bytes are a value; the borrow is exclusive.
+        Ok(unsafe { std::slice::from_raw_parts(self.address.cast(), len) })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let _current = self.gpu.enter_to_free();
+        // SAFETY: allocated in `new`, freed once.
+        let _ = unsafe { sys::cuMemFreeHost(self.address.cast()) };
+    }
+}
+
 /// `len` values in device memory. Clones and slices are the same memory.
 pub(crate) struct Buffer<T> {
     address: u64,

@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 
 use super::device::Gpu;
 use super::kernels::Kernel;
-use super::memory::{Buffer, Plain};
+use super::memory::{Buffer, Pinned, Plain};
 use crate::alloc;
 use crate::error::{Result, bail};
 
@@ -168,6 +168,17 @@ impl Stream {
         drop(current);
         self.synchronize()?;
         Ok(values)
+    }
+
+    /// Queues a copy of `from` to the start of `to`, which is there after the next [`Self::synchronize`].
+    pub(crate) fn read_later<T: Plain>(&self, from: &Buffer<T>, to: &mut Pinned) -> Result<()> {
+        if from.bytes() > to.len() {
+            bail!(InvalidArgument, "{} bytes for a pinned buffer of {}", from.bytes(), to.len());
+        }
+        let _current = self.gpu.enter()?;
+        // SAFETY: both sides have this many bytes; pinned memory lives until its owner, who waits, drops it.
+        let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to.address().cast(), from.address(), from.bytes(), self.raw) };
+        self.gpu.check("copying from the device", status)
     }
 
     /// Sets every byte of a buffer.

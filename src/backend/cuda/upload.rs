@@ -3,7 +3,7 @@
 use cudarc::driver::sys;
 
 use super::device::Gpu;
-use super::memory::Buffer;
+use super::memory::{Buffer, Pinned};
 use super::stream::{Event, Stream};
 use crate::error::{Error, Result, bail};
 
@@ -16,14 +16,10 @@ pub(crate) struct Uploader {
 }
 
 struct Half {
-    gpu: Gpu,
-    pinned: *mut u8,
+    pinned: Pinned,
     /// Passed when the device has read the half.
     done: Event,
 }
-
-// SAFETY: the pinned memory belongs to the half alone.
-unsafe impl Send for Half {}
 
 impl Uploader {
     /// With two halves of `bytes` bytes.
@@ -31,18 +27,7 @@ impl Uploader {
     /// # Errors
     /// `OutOfMemory` if the system does not pin that much.
     pub(crate) fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
-        let half = || {
-            let done = Event::new(gpu)?;
-            let _current = gpu.enter()?;
-            let mut pinned = std::ptr::null_mut();
-            // SAFETY: the pointer outlives the call; the context is current.
-            let status = unsafe { sys::cuMemHostAlloc(&raw mut pinned, bytes.max(1), 0) };
-            if status == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-                return Err(Error::out_of_memory("pinned upload memory", bytes as u64));
-            }
-            gpu.check("pinning upload memory", status)?;
-            Ok(Half { gpu: gpu.clone(), pinned: pinned.cast(), done })
-        };
+        let half = || Ok::<_, Error>(Half { done: Event::new(gpu)?, pinned: Pinned::new(gpu, bytes)? });
         Ok(Self { stream: Stream::new(gpu)?, halves: [half()?, half()?], next: 0, len: bytes.max(1) })
     }
 
@@ -66,12 +51,17 @@ impl Uploader {
             let half = &self.halves[self.next];
             half.done.synchronize()?;
             // SAFETY: the half has `self.len` bytes, and the device has read what was in it.
-            unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), half.pinned, piece.len()) };
+            unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), half.pinned.address(), piece.len()) };
             let address = to.slice(sent..sent + piece.len())?.address();
             let current = gpu.enter()?;
             // SAFETY: both sides have this many bytes; the half is not touched before its event has passed.
             let status = unsafe {
-                sys::cuMemcpyHtoDAsync_v2(address, half.pinned.cast_const().cast(), piece.len(), self.stream.raw())
+                sys::cuMemcpyHtoDAsync_v2(
+                    address,
+                    half.pinned.address().cast_const().cast(),
+                    piece.len(),
+                    self.stream.raw(),
+                )
             };
             gpu.check("uploading weights", status)?;
             drop(current);
@@ -93,8 +83,5 @@ impl Drop for Half {
     fn drop(&mut self) {
         // a copy may still be reading; after a fault nothing is
         drop(self.done.synchronize());
-        let _current = self.gpu.enter_to_free();
-        // SAFETY: allocated in `Uploader::new`, freed once.
-        let _ = unsafe { sys::cuMemFreeHost(self.pinned.cast()) };
     }
 }

@@ -19,7 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::alloc;
 use crate::backend::cpu::rope::frequencies;
 use crate::backend::cuda::device::Gpu;
-use crate::backend::cuda::memory::{Arena, Buffer};
+use crate::backend::cuda::memory::{Arena, Buffer, Pinned};
+use crate::backend::cuda::ops;
 use crate::backend::cuda::pages::DevicePages;
 use crate::backend::cuda::stream::{Event, Graph, Stream};
 use crate::backend::cuda::upload::Uploader;
@@ -38,6 +39,8 @@ use super::EngineOptions;
 
 /// Bytes of each half of the upload buffer.
 const UPLOAD_BYTES: usize = 32 << 20;
+/// Rows of logits that reach the host through pinned memory.
+const HOST_ROWS: usize = 8;
 /// New rows of a sequence up to which a step counts as decoding: attention then cuts each query's keys.
 const DECODE_ROWS: usize = 8;
 
@@ -66,6 +69,8 @@ struct Queue {
     /// What the page tables on the device were made from.
     resident: Option<PagesKey>,
     graphs: Graphs,
+    /// Where a decoding step leaves its flag and the logits of a few sequences.
+    host: [Pinned; 2],
 }
 
 /// Captured steps by rows, visible entries and rows of logits; `None` where a shape was seen once.
@@ -127,7 +132,9 @@ impl GpuEngine {
         let side = Side { stream: Stream::new(&gpu)?, forked: Event::new(&gpu)?, joined: Event::new(&gpu)? };
         let words = tables.take("tables of a step", plan.words())?;
         let (scratch, graphs) = (Arena::new(&gpu, plan.step)?, HashMap::new());
-        let queue = Queue { stream, side: Some(side), scratch, words, resident: None, graphs };
+        let logits = HOST_ROWS * config.vocab_size * size_of::<f32>();
+        let host = [Pinned::new(&gpu, size_of::<u32>())?, Pinned::new(&gpu, logits)?];
+        let queue = Queue { stream, side: Some(side), scratch, words, resident: None, graphs, host };
         Ok(Self {
             model: Arc::clone(model),
             rounding: Rounding::from(options.numerics),
@@ -180,17 +187,16 @@ impl GpuEngine {
         between: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<Vec<f32>> {
         self.with_run(segments, rows, |run, segments| {
-            let wanted = run.tables.tables.wanted();
-            let logits = match run.graphs.take() {
-                Some(graphs) if is_decoding(segments) && !self.gpu.is_careful() => {
-                    between(0)?;
-                    decode(run, graphs)?
+            let graphs = run.graphs.take();
+            if let Some(graphs) = graphs.filter(|_| is_decoding(segments) && !self.gpu.is_careful()) {
+                between(0)?;
+                if let Some(logits) = decode(run, graphs)? {
+                    return Ok(logits);
                 }
-                _ => {
-                    layers(run, segments, between)?;
-                    logits(run, wanted)?
-                }
-            };
+                return Err(find_not_finite(run, segments));
+            }
+            layers(run, segments, between)?;
+            let logits = logits(run, run.tables.tables.wanted())?;
             if run.stream.read(&run.scratch.bad)?[0] != 0 {
                 return Err(find_not_finite(run, segments));
             }
@@ -215,7 +221,7 @@ impl GpuEngine {
         let key = PagesKey::new(segments);
         let tables = Tables::new(segments, &wanted_rows(rows, segments), &key, self.plan.small_words)?;
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        let Queue { stream, side, scratch, words, resident, graphs } = &mut *queue;
+        let Queue { stream, side, scratch, words, resident, graphs, host } = &mut *queue;
         stream.write(&words.slice(0..tables.words.len())?, &tables.words)?;
         if resident.as_ref() != Some(&key) {
             *resident = None;
@@ -238,6 +244,7 @@ impl GpuEngine {
             scratch: &scratch,
             tables: tables.on(words),
             graphs: Some(graphs),
+            host: Some(host),
             rows: count,
             split: few && count <= SPLIT_ROWS,
             at: 0,
@@ -278,12 +285,17 @@ fn layers(run: &mut Run<'_>, segments: &mut [Segment<'_>], between: &mut dyn FnM
     run.watch()
 }
 
-/// A step of one token a sequence, as a graph from the second time on that one of its shape is wanted.
-fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Vec<f32>> {
+/// A step of one token a sequence, committed, as a graph from the second time on that one of its shape is wanted. `None`
+/// if a value was not finite; nothing is committed then.
+fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Vec<f32>>> {
     let shape = (run.rows, run.tables.tables.visible(), run.tables.tables.wanted());
     let queue = |run: &mut Run<'_>| {
         layers(run, &mut [], &mut |_| Ok(()))?;
-        if shape.2 == 0 { Ok(None) } else { run.head(0..shape.2).map(Some) }
+        let logits = if shape.2 == 0 { None } else { Some(run.head(0..shape.2)?) };
+        logits.iter().try_for_each(|logits| ops::watch_f32(run.stream, logits, &run.scratch.bad))?;
+        // what the last row overwrites is no row that the token's successor sees, so that the host's refusal may come late
+        run.commit()?;
+        Ok::<_, Error>(logits)
     };
     let logits = match graphs.get(&shape) {
         None => {
@@ -303,7 +315,19 @@ fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Vec<f32>> {
             logits
         }
     };
-    logits.map_or(Ok(Vec::new()), |logits| run.stream.read(&logits))
+    let Some([flag, values]) = run.host.take() else { bail!(InvalidArgument, "a step without a place for its logits") };
+    run.stream.read_later(&run.scratch.bad, flag)?;
+    let mut host = Vec::new();
+    match &logits {
+        Some(logits) if logits.bytes() <= values.len() => {
+            run.stream.read_later(logits, values)?;
+            run.stream.synchronize()?;
+            host = alloc::copied("logits", values.values(logits.len())?)?;
+        }
+        Some(logits) => host = run.stream.read(logits)?,
+        None => run.stream.synchronize()?,
+    }
+    Ok((flag.values::<u32>(1)?[0] == 0).then_some(host))
 }
 
 impl Captured {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::scratch::Scratch;
 use super::tables::{Kind, OnDevice};
 use super::weights::{DeviceWeights, Hyper};
-use crate::backend::cuda::memory::Buffer;
+use crate::backend::cuda::memory::{Buffer, Pinned};
 use crate::backend::cuda::ops::{self, Finish, Job, Output, Pages, Project, ROW_BYTES, WindowCommit};
 use crate::backend::cuda::stream::{Event, Stream};
 use crate::cache::{Bucket, SequenceCache};
@@ -46,6 +46,8 @@ pub(super) struct Run<'a> {
     pub(super) pages: &'a PageBuffer,
     pub(super) scratch: &'a Scratch,
     pub(super) tables: OnDevice<'a>,
+    /// Where a decoding step leaves its flag and logits.
+    pub(super) host: Option<&'a mut [Pinned; 2]>,
     /// Captured steps, for those that want them.
     pub(super) graphs: Option<&'a mut super::Graphs>,
     pub(super) rows: usize,

@@ -97,9 +97,9 @@ fn commit(lab: &mut Lab<'_>) -> Result<()> {
 
 /// The flag is raised by one value that is not finite, wherever it is, and by nothing else.
 pub(super) fn watch(lab: &mut Lab<'_>) -> Result<()> {
-    let values = lab.normal_bf16(8 * 1001, 1e30);
+    let values = lab.normal_bf16(8 * 1001 + 6, 1e30);
     for (at, planted) in
-        [(None, 0.0), (Some(0), f32::NAN), (Some(8007), f32::INFINITY), (Some(4097), f32::NEG_INFINITY)]
+        [(None, 0.0), (Some(0), f32::NAN), (Some(8013), f32::INFINITY), (Some(4097), f32::NEG_INFINITY)]
     {
         let mut values = values.clone();
         if let Some(at) = at {
@@ -107,7 +107,11 @@ pub(super) fn watch(lab: &mut Lab<'_>) -> Result<()> {
         }
         let (x, flag) = (lab.put_bf16(&values)?, lab.put(&[0u32])?);
         ops::watch(&lab.stream, &x, &flag)?;
-        let wrong = lab.get(&flag)?[0] != u32::from(at.is_some());
+        let flag_f32 = lab.put(&[0u32])?;
+        let x = lab.put(&values)?;
+        ops::watch_f32(&lab.stream, &x, &flag_f32)?;
+        let want = u32::from(at.is_some());
+        let wrong = (lab.get(&flag)?[0] != want) as u32 + (lab.get(&flag_f32)?[0] != want) as u32;
         lab.report("watch", format!("{planted} at {at:?}"), f64::from(wrong), 0.0);
     }
     Ok(())

@@ -21,7 +21,7 @@ pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
 pub(crate) use moe::{
     ExpertFormat, Experts, Grouping, Product, Route, Routing, combine, expert_product, group, route, swiglu,
 };
-pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations, watch};
+pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations, watch, watch_f32};
 
 use super::memory::{Buffer, Plain};
 use super::stream::{Launch, Params};

@@ -128,21 +128,32 @@ pub(crate) fn quantise(stream: &Stream, x: &Buffer<u16>, out: &Buffer<u16>) -> R
 struct WatchParams {
     x: u64,
     bad: u64,
-    count: u64,
+    words: u64,
+    is_f32: u64,
 }
 // SAFETY: mirrors `WatchParams`.
 unsafe impl Params for WatchParams {}
 
-/// Sets `bad` `[1]` to 1 if a value of `x` is NaN or infinite; leaves it alone otherwise.
+/// Sets `bad` `[1]` to 1 if a bf16 value of `x` is NaN or infinite; leaves it alone otherwise.
 pub(crate) fn watch(stream: &Stream, x: &Buffer<u16>, bad: &Buffer<u32>) -> Result<()> {
+    watch_bytes(stream, &x.as_bytes(), false, bad)
+}
+
+/// As [`watch`], for float32 values.
+pub(crate) fn watch_f32(stream: &Stream, x: &Buffer<f32>, bad: &Buffer<u32>) -> Result<()> {
+    watch_bytes(stream, &x.as_bytes(), true, bad)
+}
+
+fn watch_bytes(stream: &Stream, x: &Buffer<u8>, is_f32: bool, bad: &Buffer<u32>) -> Result<()> {
     exact("the flag of a step", bad, 1)?;
     if x.len() > 0 {
-        multiple("the number of watched values", x.len(), 8)?;
+        multiple("the bytes of watched values", x.len(), 4)?;
     }
-    let params = WatchParams { x: x.address(), bad: bad.address(), count: x.len() as u64 };
+    let words = x.len() / 4;
+    let params = WatchParams { x: x.address(), bad: bad.address(), words: words as u64, is_f32: u64::from(is_f32) };
     let kernel = stream.gpu().kernel("watch")?;
     // SAFETY: sizes checked above.
-    unsafe { stream.launch(kernel, rows(x.len().div_ceil(8 * 256), 256), &params) }
+    unsafe { stream.launch(kernel, rows(words.div_ceil(4 * 256), 256), &params) }
 }
 
 #[derive(Clone, Copy)]
