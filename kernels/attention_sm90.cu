@@ -1,9 +1,10 @@
 // Sparse attention for Hopper: what kernels/attention.cu computes, with warpgroup products. Compiled for sm_90a only; for
 // other architectures the kernels are empty and never launched.
 //
-// A block has 64 heads of one query and walks over tiles of 64 keys. Of its three warpgroups one decodes rows of the pages
-// to bfloat16 in shared memory, two tiles ahead; one takes scores, weights and the left half of the output's columns; one
-// the right half. Blocks are persistent: keys and queries of the next item are on their way while the last is finished.
+// A block has 64 heads of one query and walks over tiles of 64 keys. Its four warpgroups: one plans, that is looks up where
+// the rows of coming tiles lie, and fetches queries; one decodes rows to bfloat16 in shared memory, two tiles ahead; one
+// takes scores, weights and the left half of the output's columns; one the right half. Blocks are persistent: keys and
+// queries of the next item are on their way while the last is finished.
 //
 // An item is a query, 64 heads, and a piece of its runs. Runs are cut by the number of tiles alone (`Tiles`), so that bits
 // never depend on the batch: a block that has all runs of its query adds them itself, in order, each thread from what it
@@ -13,18 +14,20 @@
 
 constexpr u32 TILE = 64;                  // keys of a tile, heads of a block
 constexpr u32 OPERAND = 8 * BLOCK_BYTES;  // 64 rows of 512 values
-constexpr u32 NOTES = 8;                  // tiles whose notes are kept
+constexpr u32 NOTES = 8;                  // tiles that are planned ahead, and a few that are in use
 constexpr u32 MOST_RUNS = 16;
-constexpr u32 RUN_TILES = 3;
+constexpr u32 RUN_TILES = 4;
 
 // Places in shared memory.
 constexpr u32 AT_Q = 0, AT_K = OPERAND, AT_P = 3 * OPERAND, AT_FADES = AT_P + BLOCK_BYTES;
-constexpr u32 AT_SUMS = AT_FADES + TILE * 4, AT_NOTES = AT_SUMS + MOST_RUNS * TILE * 8;
-constexpr u32 AT_BARRIERS = AT_NOTES + NOTES * 16;
+constexpr u32 AT_SUMS = AT_FADES + TILE * 4, AT_ROWS = AT_SUMS + MOST_RUNS * TILE * 8;
+constexpr u32 AT_NOTES = AT_ROWS + NOTES * TILE * 8, AT_BARRIERS = AT_NOTES + NOTES * 16;
 constexpr u32 FULL = AT_BARRIERS, EMPTY = FULL + 16, Q_FULL = EMPTY + 16, Q_EMPTY = Q_FULL + 8, P_FULL = Q_EMPTY + 8;
-constexpr u32 P_EMPTY = P_FULL + 8, HOPPER_BYTES = P_EMPTY + 8;
+constexpr u32 P_EMPTY = P_FULL + 8, PLANNED = P_EMPTY + 8, UNPLANNED = PLANNED + NOTES * 8;
+constexpr u32 HOPPER_BYTES = UNPLANNED + NOTES * 8;
+static_assert(HOPPER_BYTES == 217664, "the launcher says the same");
 
-// What the decoding warpgroup tells the others of a tile: row, head block, valid keys and flags, run and number of runs.
+// What the planning warpgroup tells the others of a tile: row, head block, valid keys and flags, run and number of runs.
 constexpr u32 FIRST = 1 << 8;     // of the item
 constexpr u32 LAST = 1 << 9;      // of the item
 constexpr u32 RUN_ENDS = 1 << 10;
@@ -37,11 +40,7 @@ struct HopperParams {
   u32 whole;   // one run only
 };
 
-struct HopperJoinParams {
-  AttentionParams attention;
-};
-
-// Runs of a query: about three tiles each, at most 16. Run k begins with tile k * tiles / runs.
+// Runs of a query: about four tiles each, at most 16. Run k begins with tile k * tiles / runs.
 __device__ __forceinline__ u32 runs_of(u32 tiles) { return min((tiles + RUN_TILES - 1) / RUN_TILES, MOST_RUNS); }
 
 constexpr float SCALE = 0.04419417382415922f;  // 512^-0.5
@@ -64,53 +63,52 @@ __device__ __forceinline__ void transpose4(u32 (&w)[4]) {
     }
 }
 
-// Finishes 128 columns of 16 heads that a warp holds as 16 fragments of 8 columns, from o[BEGIN]: scales, rotates back,
-// rounds, stores. `head` is that of the thread's first row; the second is 8 further.
-template <int BEGIN, int SIZE>
-__device__ __forceinline__ void finish(const AttentionParams& p, float (&o)[SIZE], const float (&factor)[2], u32 group,
-                                       u32 row, u32 head) {
+// Finishes columns of 16 heads that a warp holds as TILES fragments of 8 columns, scaled and packed: rotates back, rounds,
+// stores. They are columns `group` * 128 + `begin` * 8 and following; `head` is that of the thread's first row, the second
+// is 8 further. `widen` makes the magnitude of a row's fragments that of its 128 columns.
+template <int TILES, typename Widen>
+__device__ __forceinline__ void finish(const AttentionParams& p, u32 (&words)[2][TILES], u32 group, u32 begin, u32 row,
+                                       u32 head, Widen widen) {
   const u32 quad = threadIdx.x % 4;
-  u32 bits[2] = {};
+  if (group == 3) {
 #pragma unroll
-  for (int t = 0; t < 16; t++) {
-    float2 turn = make_float2(1.0f, 0.0f);
-    if (t >= 8 && group == 3) turn = p.turns[u64(row) * (ROPE_DIM / 2) + (t - 8) * 4 + quad];
-    turn.y = -turn.y;
+    for (int t = 0; t < TILES; t++) {
+      if (begin + t < 8) continue;
+      const float2 turn = p.turns[u64(row) * (ROPE_DIM / 2) + (begin + t - 8) * 4 + quad];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float& a = o[BEGIN + t * 4 + half * 2];
-      float& b = o[BEGIN + t * 4 + half * 2 + 1];
-      a = round_bf16(a * factor[half]);
-      b = round_bf16(b * factor[half]);
-      if (t >= 8 && group == 3) rotate(turn, a, b);
-      bits[half] = max(bits[half], max(magnitude_bits(a), magnitude_bits(b)));
+      for (int half = 0; half < 2; half++) {
+        const float x = low_value(words[half][t]), y = high_value(words[half][t]);
+        words[half][t] = bf16_pair(__fadd_rn(__fmul_rn(x, turn.x), __fmul_rn(y, turn.y)),
+                                   __fsub_rn(__fmul_rn(y, turn.x), __fmul_rn(x, turn.y)));
+      }
     }
   }
   if (p.quantise) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float scale = e4m3_scale(__uint_as_float(warp_max<4>(bits[half]))), inverse = 1.0f / scale;
+      u32 bits = 0;
 #pragma unroll
-      for (int t = 0; t < 16; t++)
+      for (int t = 0; t < TILES; t++)
+        bits = max(bits, max(magnitude_bits(low_value(words[half][t])), magnitude_bits(high_value(words[half][t]))));
+      const float scale = e4m3_scale(__uint_as_float(widen(warp_max<4>(bits), half))), inverse = 1.0f / scale;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float& v = o[BEGIN + t * 4 + half * 2 + i];
-          v = scale != scale ? scale : round_e4m3(clamp_to(v * inverse, 448.0f)) * scale;
-        }
+      for (int t = 0; t < TILES; t++) {
+        float v[2] = {low_value(words[half][t]), high_value(words[half][t])};
+#pragma unroll
+        for (int i = 0; i < 2; i++) v[i] = scale != scale ? scale : round_e4m3(clamp_to(v[i] * inverse, 448.0f)) * scale;
+        words[half][t] = bf16_pair(v[0], v[1]);
+      }
     }
   }
 #pragma unroll
-  for (int t = 0; t < 16; t += 4)
+  for (int t = 0; t < TILES; t += 4)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        words[i] = bf16_pair(o[BEGIN + (t + i) * 4 + half * 2], o[BEGIN + (t + i) * 4 + half * 2 + 1]);
-      transpose4(words);
+      u32 w[4] = {words[half][t], words[half][t + 1], words[half][t + 2], words[half][t + 3]};
+      transpose4(w);
       if (head + half * 8 < p.heads)
         *reinterpret_cast<uint4*>(p.out + (u64(row) * p.heads + head + half * 8) * HEAD_DIM + group * 128 +
-                                  (t + quad) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+                                  (begin + t + quad) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
     }
 }
 
@@ -123,44 +121,27 @@ __device__ __forceinline__ float4* part_of(const AttentionParams& p, u32 row, u3
          half * (PART / 2) + thread;
 }
 
-// Adds the runs of 128 columns, in order: both sides are brought to the higher maximum. `sums` are those (maximum, sum) of
-// the thread's two rows, `pitch` apart; (maximum, sum) of all comes back in `total`.
-__device__ __forceinline__ void join_runs(float (&v)[64], float2 (&total)[2], const float4* part, u64 step, u32 runs,
-                                          const float2* const (&sums)[2], u32 pitch) {
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const float4 x = part[i * 128];
-    v[i * 4] = x.x, v[i * 4 + 1] = x.y, v[i * 4 + 2] = x.z, v[i * 4 + 3] = x.w;
+// The runs' weights of a row whose (maximum, sum) are `pitch` apart, each told to `tell`; returns the inverse of the sum of
+// all weights of keys, the sink's included. Adding up is the same wherever it happens: v = fma(run, weight, v), in order.
+template <typename Tell>
+__device__ __forceinline__ float weights_of(const AttentionParams& p, u32 head, const float2* sums, u32 pitch, u32 runs,
+                                            Tell tell) {
+  float highest = minus_infinity(), total = 0.0f;
+  for (u32 r = 0; r < runs; r++) highest = fmaxf(highest, sums[r * pitch].x);
+  for (u32 r = 0; r < runs; r++) {
+    const float2 run = sums[r * pitch];
+    const float weight = expf(run.x - highest);
+    total = fmaf(run.y, weight, total);
+    tell(r, weight);
   }
-  total[0] = sums[0][0];
-  total[1] = sums[1][0];
-#pragma unroll 1
-  for (u32 r = 1; r < runs; r++) {
-    float4 x[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++) x[i] = part[r * step + i * 128];
-    float first[2], second[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const float2 run = sums[half][r * pitch];
-      const float highest = fmaxf(total[half].x, run.x);
-      first[half] = expf(total[half].x - highest);
-      second[half] = expf(run.x - highest);
-      total[half] = make_float2(highest, fmaf(run.y, second[half], total[half].y * first[half]));
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      v[i * 4] = fmaf(x[i].x, second[0], v[i * 4] * first[0]);
-      v[i * 4 + 1] = fmaf(x[i].y, second[0], v[i * 4 + 1] * first[0]);
-      v[i * 4 + 2] = fmaf(x[i].z, second[1], v[i * 4 + 2] * first[1]);
-      v[i * 4 + 3] = fmaf(x[i].w, second[1], v[i * 4 + 3] * first[1]);
-    }
-  }
+  return 1.0f / (total + expf(p.sink[min(head, p.heads - 1)] - highest));
 }
 
-// Inverse of a query's sum of weights, the sink's included.
-__device__ __forceinline__ float factor_of(const AttentionParams& p, u32 head, float2 total) {
-  return 1.0f / (total.y + expf(p.sink[min(head, p.heads - 1)] - total.x));
+__device__ __forceinline__ void add_part(float* v, float4 x, const float (&weight)[2]) {
+  v[0] = fmaf(x.x, weight[0], v[0]);
+  v[1] = fmaf(x.y, weight[0], v[1]);
+  v[2] = fmaf(x.z, weight[1], v[2]);
+  v[3] = fmaf(x.w, weight[1], v[3]);
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -170,7 +151,7 @@ struct Item {
   u32 row, block, index;
   u32 start, first_row;  // of the sequence
   Tiles t;
-  u32 runs, run, run_end;  // run that `begin` lies in
+  u32 runs, run;  // run that `begin` lies in
   u32 begin, end;
 };
 
@@ -190,8 +171,74 @@ __device__ __forceinline__ Item item_of(const HopperParams& h, u32 number) {
   m.run = piece * m.runs / h.pieces;
   m.begin = m.run * m.t.total / m.runs;
   m.end = (piece + 1) * m.runs / h.pieces * m.t.total / m.runs;
-  m.run_end = (m.run + 1) * m.t.total / m.runs;
   return m;
+}
+
+// Where row `at` of the window or of the entries lies.
+__device__ __forceinline__ u64 row_of(const AttentionParams& p, const Item& m, bool in_window, u32 at) {
+  if (in_window) {
+    const u32 q = m.t.first + at;
+    if (q >= m.start) return u64(p.staged) + u64(m.first_row + q - m.start) * ROW_BYTES;
+    return u64(p.ring.row(m.index, q % p.window, PAGE_ROWS, ROW_BYTES));
+  }
+  const u32 entry = p.selected ? p.selected[u64(m.row) * p.width + at] : at;
+  if (p.ratio == 4) return u64(p.entries.row(m.index, entry, PAGE_ROWS, ROW_BYTES));
+  return u64(p.entries.row(m.index, entry, NARROW_ROWS, ROW_BYTES));
+}
+
+// Two warps look up the rows of coming tiles; each thread has one.
+__device__ __forceinline__ void plan(const HopperParams& h, u8* shared) {
+  const AttentionParams& p = h.attention;
+  const u32 base = shared_address(shared), thread = threadIdx.x % 128;
+  uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
+  u64* const rows = reinterpret_cast<u64*>(shared + AT_ROWS) + thread;
+  u32 count = 0;
+  for (u32 number = blockIdx.x; number < h.items; number += gridDim.x) {
+    Item m = item_of(h, number);
+    u32 run_end = (m.run + 1) * m.t.total / m.runs;
+    for (u32 tile = m.begin; tile < m.end; tile++, count++) {
+      const bool in_window = tile < m.t.window_tiles;
+      const u32 first = (in_window ? tile : tile - m.t.window_tiles) * TILE;
+      const u32 valid = min((in_window ? m.t.in_window : m.t.entries) - first, TILE);
+      // rows behind the last repeat it: their weights are zero
+      const u64 row = row_of(p, m, in_window, first + min(thread, valid - 1));
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row & ~15ull), "n"(NOPE_DIM + 2 * ROPE_DIM));
+      if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
+      rows[count % NOTES * TILE] = row;
+      const bool run_ends = tile + 1 == run_end;
+      if (thread == 0) {
+        const u32 flags = (tile == m.begin ? FIRST : 0) | (tile + 1 == m.end ? LAST : 0) | (run_ends ? RUN_ENDS : 0);
+        notes[count % NOTES] = make_uint4(m.row, m.block, valid | flags, m.run | m.runs << 16);
+      }
+      release(base + PLANNED + count % NOTES * 8);
+      if (run_ends) run_end = (++m.run + 1) * m.t.total / m.runs;
+    }
+  }
+  if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
+  if (thread == 0) notes[count % NOTES] = make_uint4(0, 0, STOP, 0);
+  release(base + PLANNED + count % NOTES * 8);
+}
+
+// Two warps fetch the queries of coming items.
+__device__ __forceinline__ void fetch_queries(const HopperParams& h, u8* shared) {
+  const AttentionParams& p = h.attention;
+  const u32 base = shared_address(shared), thread = threadIdx.x % 64;
+  u32 count = 0;
+  for (u32 number = blockIdx.x; number < h.items; number += gridDim.x) {
+    const Item m = item_of(h, number);
+    if (m.begin == m.end) continue;
+    if (count > 0) barrier_wait(base + Q_EMPTY, (count - 1) % 2);
+    const u16* q = p.q + (u64(m.row) * p.heads + m.block * TILE) * HEAD_DIM;
+    const u32 heads = min(p.heads - m.block * TILE, TILE);
+#pragma unroll 4
+    for (u32 head = 0; head < TILE; head++)
+      copy_async(base + AT_Q + thread / 8 * BLOCK_BYTES + block_offset(head, thread % 8),
+                 q + (head < heads ? head * HEAD_DIM + thread * 8 : 0), head < heads);
+    commit_copies();
+    wait_copies<0>();
+    release(base + Q_FULL);
+    count++;
+  }
 }
 
 // A factor for E4M3 codes that lie as bfloat16 bits: 2^120 times the scale.
@@ -218,92 +265,20 @@ __device__ __forceinline__ uint4 decode(u64 codes, u32 factor) {
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
-// The decoding warpgroup. Eight threads have a row, in four passes of 16 rows; each keeps its share of the next tile in
-// registers. Page numbers are looked up one tile earlier, chosen entries another one.
-__device__ __forceinline__ void decode_rows(const HopperParams& h, u8* shared) {
-  const AttentionParams& p = h.attention;
-  const u32 base = shared_address(shared), thread = threadIdx.x % 128, lane = thread % 32, j = thread % 8;
-  const u32 slot = thread / 8 + thread % 4 * 16;  // of the row whose place this thread finds
-  uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
-  enum Source : u32 { STAGED, RING, ENTRIES };
-
-  u32 number = blockIdx.x, seen = 0;
-  Item m;
-  auto enter = [&] {
-    for (; number < h.items; number += gridDim.x) {
-      m = item_of(h, number);
-      if (m.begin < m.end) return;
-    }
-    m.begin = 0, m.end = 0;
-  };
-  enter();
-  u32 tile = m.begin;
-
-  // a tile on its way: first which row, then which page, then the address
-  struct Place {
-    u32 entry, index, flags;
-    Source source;
-    u32 number;
-  } ahead, next;
-  u32 page = 0;
-  auto choose = [&] {
-    if (tile >= m.end) {
-      if (thread == 0) notes[seen % NOTES] = make_uint4(0, 0, STOP, 0);
-      ahead.flags = STOP;
-      return;
-    }
-    const Tiles& t = m.t;
-    const bool in_window = tile < t.window_tiles;
-    const u32 first = (in_window ? tile : tile - t.window_tiles) * TILE;
-    const u32 valid = min((in_window ? t.in_window : t.entries) - first, TILE);
-    // rows behind the last repeat it: their weights are zero
-    const u32 at = first + min(slot, valid - 1);
-    ahead.index = m.index;
-    ahead.number = number;
-    if (in_window) {
-      const u32 q = t.first + at;
-      ahead.source = q >= m.start ? STAGED : RING;
-      ahead.entry = q >= m.start ? m.first_row + q - m.start : q % p.window;
-    } else {
-      ahead.source = ENTRIES;
-      ahead.entry = p.selected ? p.selected[u64(m.row) * p.width + at] : at;
-    }
-    const bool run_ends = tile + 1 == m.run_end;
-    ahead.flags = (tile == m.begin ? FIRST : 0) | (tile + 1 == m.end ? LAST : 0) | (run_ends ? RUN_ENDS : 0);
-    if (thread == 0) notes[seen % NOTES] = make_uint4(m.row, m.block, valid | ahead.flags, m.run | m.runs << 16);
-    if (run_ends) m.run_end = (++m.run + 1) * m.t.total / m.runs;
-    seen++;
-    tile++;
-    if (tile == m.end) {
-      number += gridDim.x;
-      enter();
-      tile = m.begin;
-    }
-  };
-  auto look_up = [&] {
-    next = ahead;
-    if (next.flags == STOP || next.source == STAGED) return;
-    const Pages& pages = next.source == RING ? p.ring : p.entries;
-    const bool narrow = next.source == ENTRIES && p.ratio != 4;
-    page = pages.ids[u64(next.index) * pages.pitch + next.entry / (narrow ? NARROW_ROWS : PAGE_ROWS)];
-  };
-  auto address = [&]() -> u64 {
-    if (next.flags == STOP) return 0;
-    if (next.source == STAGED) return u64(p.staged) + u64(next.entry) * ROW_BYTES;
-    const Pages& pages = next.source == RING ? p.ring : p.entries;
-    const bool narrow = next.source == ENTRIES && p.ratio != 4;
-    return u64(pages.base) + u64(page) * pages.page_bytes + next.entry % (narrow ? NARROW_ROWS : PAGE_ROWS) * ROW_BYTES;
-  };
-
-  // two passes are on their way at a time
-  u64 codes[2][7], ropes[2][2], scales[2];
-  auto load = [&](int slot, u64 rows, u32 pass) {
-    const u64* words = reinterpret_cast<const u64*>(__shfl_sync(ALL, rows, (lane & 24) + pass));
+// The decoding warpgroup. Eight threads have a row, in four passes of 16 rows a tile; three passes are on their way.
+__device__ __forceinline__ void decode_rows(u8* shared) {
+  constexpr int SLOTS = 3;
+  const u32 base = shared_address(shared), thread = threadIdx.x % 128, j = thread % 8;
+  const uint4* notes = reinterpret_cast<const uint4*>(shared + AT_NOTES);
+  const u64* const rows = reinterpret_cast<const u64*>(shared + AT_ROWS) + thread / 8;
+  u64 codes[SLOTS][7], ropes[SLOTS][2], scales[SLOTS];
+  auto load = [&](int slot, u64 row) {
+    const u64* words = reinterpret_cast<const u64*>(row) + j;
 #pragma unroll
-    for (int c = 0; c < 7; c++) codes[slot][c] = words[c * 8 + j];
+    for (int c = 0; c < 7; c++) codes[slot][c] = words[c * 8];
 #pragma unroll
-    for (int c = 0; c < 2; c++) ropes[slot][c] = words[56 + j * 2 + c];
-    scales[slot] = words[72];
+    for (int c = 0; c < 2; c++) ropes[slot][c] = words[56 + j + c];
+    scales[slot] = words[72 - j];
   };
   auto store = [&](int slot, u8* at) {
     const bool large = any_large(scales[slot]);
@@ -323,88 +298,119 @@ __device__ __forceinline__ void decode_rows(const HopperParams& h, u8* shared) {
         make_uint4(u32(ropes[slot][0]), u32(ropes[slot][0] >> 32), u32(ropes[slot][1]), u32(ropes[slot][1] >> 32));
   };
 
-  choose();
-  look_up();
-  choose();
-  u32 flags = next.flags, item = next.number;
-  u64 rows = address();
-  look_up();
-  choose();
-  if (flags != STOP) {
-    load(0, rows, 0);
-    load(1, rows, 1);
-  }
-  u32 count = 0, queries = 0;
-  for (; flags != STOP; count++) {
-    const u64 next_rows = address();
-    const u32 next_flags = next.flags, next_item = next.number;
-    look_up();
-    choose();
-    if (flags & FIRST) {
-      if (queries > 0) barrier_wait(base + Q_EMPTY, (queries - 1) % 2);
-      const u32 blocks = (p.heads + TILE - 1) / TILE;
-      const u32 block = item / h.pieces % blocks, row = item / h.pieces / blocks;
-      const u16* q = p.q + (u64(row) * p.heads + block * TILE) * HEAD_DIM;
-#pragma unroll 8
-      for (u32 i = thread; i < TILE * HEAD_DIM / 8; i += 128) {
-        const u32 head = i / 64, c = i % 64;
-        const bool valid = block * TILE + head < p.heads;
-        copy_async(base + AT_Q + c / 8 * BLOCK_BYTES + block_offset(head, c % 8), q + (valid ? u64(i) * 8 : 0), valid);
-      }
-      commit_copies();
-    }
-    barrier_wait(base + EMPTY + count % 2 * 8, count / 2 % 2 ^ 1);
-    u8* at = shared + AT_K + count % 2 * OPERAND + block_offset(thread / 8, j);
-#pragma unroll 1
-    for (int pair = 0; pair < 2; pair++) {
+  // place of the thread's row of a pass; waits for the plan of a new tile; 0 at the end
+  auto find = [&](u32 pass) -> u64 {
+    const u32 tile = pass / 4, plan = tile % NOTES;
+    if (pass % 4 == 0) barrier_wait(base + PLANNED + plan * 8, tile / NOTES % 2);
+    return notes[plan].z == STOP ? 0 : rows[plan * TILE + pass % 4 * 16];
+  };
+  u64 ahead = find(0);
 #pragma unroll
-      for (int slot = 0; slot < 2; slot++, at += 16 * BLOCK_ROW) {
-        store(slot, at);
-        if (pair == 0 || next_flags != STOP) load(slot, pair == 0 ? rows : next_rows, pair == 0 ? 2 + slot : slot);
-      }
-    }
-    if (flags & FIRST) {
-      wait_copies<0>();
-      release(base + Q_FULL);
-      queries++;
-    }
-    release(base + FULL + count % 2 * 8);
-    flags = next_flags;
-    item = next_item;
-    rows = next_rows;
+  for (int slot = 0; slot < SLOTS; slot++) {
+    if (ahead == 0) break;
+    load(slot, ahead);
+    ahead = find(slot + 1);
   }
-  barrier_wait(base + EMPTY + count % 2 * 8, count / 2 % 2 ^ 1);
-  release(base + FULL + count % 2 * 8);
+  u32 pass = 0;
+  bool more = notes[0].z != STOP;
+  u8* at = shared;
+  while (more) {
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; slot++) {
+      const u32 tile = pass / 4, buffer = tile % 2;
+      if (pass % 4 == 0) {
+        if (pass > 0 && notes[tile % NOTES].z == STOP) {
+          more = false;
+          break;
+        }
+        barrier_wait(base + EMPTY + buffer * 8, tile / 2 % 2 ^ 1);
+        // the others have left that tile for good
+        if (tile >= 3) release(base + UNPLANNED + (tile - 3) % NOTES * 8);
+        at = shared + AT_K + buffer * OPERAND + block_offset(thread / 8, j);
+      }
+      store(slot, at);
+      at += 16 * BLOCK_ROW;
+      if (ahead != 0) {
+        load(slot, ahead);
+        ahead = find(pass + SLOTS + 1);
+      }
+      if (pass % 4 == 3) release(base + FULL + buffer * 8);
+      pass++;
+    }
+  }
+  const u32 tile = pass / 4;
+  barrier_wait(base + EMPTY + tile % 2 * 8, tile / 2 % 2 ^ 1);
+  release(base + FULL + tile % 2 * 8);
 }
 
-// Ends a run: finishes the item if it has only this one, stores it otherwise; after the last, adds up what was stored.
-__device__ __forceinline__ void end_run(const HopperParams& h, float (&o)[128], const uint4& note, u32 half, u8* shared) {
+// Adds the runs before the last, which is in `o`. They come through `place`, 32 KB of shared memory: each thread waits for
+// copies of its own only, three steps of four fragments ahead.
+__device__ __forceinline__ void join(float (&o)[128], const float4* part, u32 runs, const float2* sums, u8* place) {
+  const u32 thread = threadIdx.x % 128, slots = shared_address(place) + thread * 16;
+  const float4* from = part;
+  u32 sent = 0, run = 0;
+  auto send = [&] {
+    if (sent < 8 * (runs - 1)) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) copy_async(slots + (sent % 4 * 4 + k) * 2048, from + run * PART + k * 128, true);
+      sent++;
+      if (++run + 1 == runs) run = 0, from += 4 * 128;
+    }
+    commit_copies();
+  };
+  asm volatile("fence.acq_rel.cta;" ::: "memory");  // the thread's own stores come before its copies
+  for (int i = 0; i < 3; i++) send();
+  u32 step = 0;
+#pragma unroll
+  for (int i = 0; i < 128; i += 16) {
+    float v[16] = {};
+#pragma unroll 1
+    for (u32 r = 0; r + 1 < runs; r++, step++) {
+      send();
+      wait_copies<3>();
+      const float weight[2] = {sums[r * TILE].x, sums[r * TILE + 8].x};
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        add_part(v + k * 4, *reinterpret_cast<const float4*>(place + thread * 16 + (step % 4 * 4 + k) * 2048), weight);
+    }
+    const float weight[2] = {sums[(runs - 1) * TILE].x, sums[(runs - 1) * TILE + 8].x};
+#pragma unroll
+    for (int k = 0; k < 16; k++) o[i + k] = fmaf(o[i + k], weight[k / 2 % 2], v[k]);
+  }
+  wait_copies<0>();
+}
+
+// Ends a run: stores it, or finishes the item. `place` may be used if there are runs to add.
+__device__ __forceinline__ void end_run(const HopperParams& h, float (&o)[128], const uint4& note, u32 half, u8* place,
+                                        u8* shared) {
   const AttentionParams& p = h.attention;
   const u32 thread = threadIdx.x % 128, low = thread / 32 * 16 + thread % 32 / 4;
   const u32 run = note.w & 0xFFFF, runs = note.w >> 16, head = note.y * TILE + low;
-  const float2* mine = reinterpret_cast<const float2*>(shared + AT_SUMS) + low;
-  if (runs == 1) {
-    const float factor[2] = {factor_of(p, head, mine[0]), factor_of(p, head + 8, mine[8])};
-    finish<0>(p, o, factor, half * 2, note.x, head);
-    finish<64>(p, o, factor, half * 2 + 1, note.x, head);
-    return;
-  }
-  // one that adds up itself uses the same places for every item: they stay in the L2 cache
-  const bool alone = h.pieces == 1;
-  float4* part = alone ? part_of(p, 0, 0, 0, 0, 0) + (u64(blockIdx.x) * MAX_SPLITS + run) * PART + half * (PART / 2) + thread
-                       : part_of(p, note.x, run, note.y, half, thread);
+  if (runs > 1) {
+    // a block that adds up itself uses the same places for every item: they stay in the L2 cache
+    const bool alone = h.pieces == 1;
+    float4* part = alone ? reinterpret_cast<float4*>(p.part_out) + u64(blockIdx.x) * MAX_SPLITS * PART +
+                               half * (PART / 2) + thread
+                         : part_of(p, note.x, run, note.y, half, thread);
+    if (!alone || run + 1 < runs) {
+      if (alone) part += run * PART;
 #pragma unroll
-  for (int i = 0; i < 32; i++) part[i * 128] = make_float4(o[i * 4], o[i * 4 + 1], o[i * 4 + 2], o[i * 4 + 3]);
-  if (!alone || run + 1 < runs) return;
-  part -= run * PART;
-#pragma unroll 1
-  for (u32 group = half * 2; group < half * 2 + 2; group++, part += PART / 4) {
-    float v[64];
-    float2 total[2];
-    const float2* const sums[2] = {mine, mine + 8};
-    join_runs(v, total, part, PART, runs, sums, TILE);
-    const float factor[2] = {factor_of(p, head, total[0]), factor_of(p, head + 8, total[1])};
-    finish<0>(p, v, factor, group, note.x, head);
+      for (int i = 0; i < 32; i++) part[i * 128] = make_float4(o[i * 4], o[i * 4 + 1], o[i * 4 + 2], o[i * 4 + 3]);
+      return;
+    }
+    join(o, part, runs, reinterpret_cast<const float2*>(shared + AT_SUMS) + low, place);
+  }
+  const float* factors = reinterpret_cast<const float*>(shared + AT_FADES);
+  const float factor[2] = {factors[low], factors[low + 8]};
+#pragma unroll
+  for (int group = 0; group < 2; group++) {
+    u32 words[2][16];
+#pragma unroll
+    for (int t = 0; t < 16; t++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        words[i][t] = bf16_pair(o[group * 64 + t * 4 + i * 2] * factor[i], o[group * 64 + t * 4 + i * 2 + 1] * factor[i]);
+    finish(p, words, half * 2 + group, 0, note.x, head, [](u32 bits, int) { return bits; });
   }
 }
 
@@ -416,7 +422,7 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
   const uint4* notes = reinterpret_cast<const uint4*>(shared + AT_NOTES);
   float* const fades = reinterpret_cast<float*>(shared + AT_FADES);
   float2* const sums = reinterpret_cast<float2*>(shared + AT_SUMS);
-  const u64 q_blocks = along_columns(base + AT_Q);
+  const u32 q_blocks = along_columns(base + AT_Q);
   const u32 p_address = base + AT_P + block_offset(thread / 32 * 16 + lane % 16, lane / 16);
 
   float o[128] = {}, top[2], sum[2];
@@ -430,11 +436,11 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
     if (flags & FIRST) barrier_wait(base + Q_FULL, queries++ % 2);
     acquire();
     float s[32];
-    const u64 keys = along_columns(base + AT_K + buffer * OPERAND);
+    const u32 keys = uniform(along_columns(base + AT_K + buffer * OPERAND));
     products_begin();
 #pragma unroll
     for (int k = 0; k < 32; k++) {
-      const u64 step = k / 4 * (BLOCK_BYTES >> 4) + k % 4 * 2;
+      const u32 step = k / 4 * (BLOCK_BYTES >> 4) + k % 4 * 2;
       product_64(s, q_blocks + step, keys + step, k > 0);
     }
     products_commit();
@@ -493,18 +499,24 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
 #pragma unroll
       for (int i = 0; i < 128; i++) o[i] *= fade[i / 2 % 2];
     }
-    const u64 values = along_rows(base + AT_K + buffer * OPERAND);
+    const u32 values = uniform(along_rows(base + AT_K + buffer * OPERAND));
     products_begin();
 #pragma unroll
-    for (int step = 0; step < 4; step++)
-      product_256(o, weights[step], values + step * (16 * BLOCK_ROW >> 4));
+    for (int step = 0; step < 4; step++) {
+      product_128<0>(o, weights[step], values + step * (16 * BLOCK_ROW >> 4));
+      product_128<64>(o, weights[step], values + (2 * BLOCK_BYTES + step * 16 * BLOCK_ROW >> 4));
+    }
     products_commit();
     products_wait<0>();
-    release(base + EMPTY + buffer * 8);
     fresh = flags & RUN_ENDS;
-    if (!fresh) continue;
+    if (!fresh) {
+      release(base + EMPTY + buffer * 8);
+      continue;
+    }
     const uint4 note = notes[count % NOTES];
-    const u32 run = note.w & 0xFFFF;
+    const u32 run = note.w & 0xFFFF, runs = note.w >> 16;
+    const bool joins = h.pieces == 1 && flags & LAST && runs > 1;
+    if (!joins) release(base + EMPTY + buffer * 8);
     barrier_wait(base + P_EMPTY, messages % 2 ^ 1);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -513,12 +525,17 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
       if (quad != 0) continue;
       const u32 row = low + half * 8, head = note.y * TILE + row;
       const float2 mine = make_float2(top[half] * SCALE, sum[half]);
-      sums[(h.pieces == 1 ? run : 0) * TILE + row] = mine;
-      if (h.pieces > 1 && head < p.heads) p.part_sums[(u64(note.x) * MAX_SPLITS + run) * p.heads + head] = mine;
+      if (runs > 1 && h.pieces > 1) {
+        if (head < p.heads) p.part_sums[(u64(note.x) * MAX_SPLITS + run) * p.heads + head] = mine;
+        continue;
+      }
+      sums[run * TILE + row] = mine;
+      if (flags & LAST) fades[row] = weights_of(p, head, sums + row, TILE, runs, [&](u32 r, float w) { sums[r * TILE + row].x = w; });
     }
     release(base + P_FULL);
     messages++;
-    end_run(h, o, note, 0, shared);
+    end_run(h, o, note, 0, shared + AT_K + buffer * OPERAND, shared);
+    if (joins) release(base + EMPTY + buffer * 8);
     // no value lives on beyond this
 #pragma unroll
     for (int i = 0; i < 128; i++) o[i] = 0.0f;
@@ -531,7 +548,7 @@ __device__ __forceinline__ void add_right(const HopperParams& h, u8* shared) {
   const u32 low = thread / 32 * 16 + thread % 32 / 4;
   const uint4* notes = reinterpret_cast<const uint4*>(shared + AT_NOTES);
   const float* fades = reinterpret_cast<const float*>(shared + AT_FADES);
-  const u64 weights = along_columns(base + AT_P);
+  const u32 weights = along_columns(base + AT_P);
 
   float o[128] = {};
   bool fresh = true;
@@ -548,31 +565,35 @@ __device__ __forceinline__ void add_right(const HopperParams& h, u8* shared) {
 #pragma unroll
       for (int i = 0; i < 128; i++) o[i] *= fade[i / 2 % 2];
     }
-    const u64 values = along_rows(base + AT_K + buffer * OPERAND + 4 * BLOCK_BYTES);
+    const u32 values = uniform(along_rows(base + AT_K + buffer * OPERAND + 4 * BLOCK_BYTES));
     products_begin();
 #pragma unroll
-    for (int step = 0; step < 4; step++)
-      product_256(o, weights + step * 2, values + step * (16 * BLOCK_ROW >> 4));
+    for (int step = 0; step < 4; step++) {
+      product_128<0>(o, weights + step * 2, values + step * (16 * BLOCK_ROW >> 4));
+      product_128<64>(o, weights + step * 2, values + (2 * BLOCK_BYTES + step * 16 * BLOCK_ROW >> 4));
+    }
     products_commit();
     products_wait<0>();
     release(base + P_EMPTY);
-    release(base + EMPTY + buffer * 8);
     fresh = flags & RUN_ENDS;
-    if (!fresh) continue;
+    if (!fresh) {
+      release(base + EMPTY + buffer * 8);
+      continue;
+    }
     const uint4 note = notes[count % NOTES];
+    const bool joins = h.pieces == 1 && flags & LAST && note.w >> 16 > 1;
+    if (!joins) release(base + EMPTY + buffer * 8);
     barrier_wait(base + P_FULL, messages++ % 2);
-    end_run(h, o, note, 1, shared);
+    end_run(h, o, note, 1, shared + AT_K + buffer * OPERAND + OPERAND / 2, shared);
     release(base + P_EMPTY);
+    if (joins) release(base + EMPTY + buffer * 8);
 #pragma unroll
     for (int i = 0; i < 128; i++) o[i] = 0.0f;
   }
 }
 
-#endif  // sm_90a
-
-// Grid: at most one block a multiprocessor. Shared memory: HOPPER_BYTES.
-extern "C" __global__ void __launch_bounds__(384, 1) attend_hopper(const __grid_constant__ HopperParams h) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Grid: at most one block a multiprocessor, 512 threads. Shared memory: HOPPER_BYTES.
+extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_constant__ HopperParams h) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   if (threadIdx.x == 0) {
@@ -580,45 +601,100 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend_hopper(const __grid_
       barrier_init(base + FULL + i * 8, 4);
       barrier_init(base + EMPTY + i * 8, 8);
     }
-    barrier_init(base + Q_FULL, 4);
+    barrier_init(base + Q_FULL, 2);
     barrier_init(base + Q_EMPTY, 4);
     barrier_init(base + P_FULL, 4);
     barrier_init(base + P_EMPTY, 4);
+    for (u32 i = 0; i < NOTES; i++) {
+      barrier_init(base + PLANNED + i * 8, 2);
+      barrier_init(base + UNPLANNED + i * 8, 4);
+    }
   }
   __syncthreads();
   wait_for_inputs();
   const u32 group = threadIdx.x / 128;
   if (group == 0) {
-    take_registers<224>();
+    take_registers<208>();
     score(h, shared);
   } else if (group == 1) {
-    take_registers<176>();
+    take_registers<160>();
     add_right(h, shared);
-  } else {
+  } else if (group == 2) {
     give_registers<104>();
-    decode_rows(h, shared);
+    decode_rows(shared);
+  } else {
+    give_registers<40>();
+    if (threadIdx.x % 128 < 64)
+      plan(h, shared);
+    else
+      fetch_queries(h, shared);
   }
-#endif
 }
 
-// Adds the runs of queries that have several, in order. Grid (4 groups of columns * head blocks, rows), 128 threads.
-extern "C" __global__ void __launch_bounds__(128) attend_hopper_join(const __grid_constant__ HopperJoinParams j) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#endif  // sm_90a
+
+// Adds the runs of queries that have several, in order. Grid (4 groups of columns * head blocks, rows), 512 threads: four
+// times the threads that wrote, each with 4 of their 16 fragments.
+extern "C" __global__ void __launch_bounds__(512) attend_hopper_join(const __grid_constant__ AttentionParams p) {
+  __shared__ u32 magnitudes[2][4][TILE / 2];
   wait_for_inputs();
-  const AttentionParams& p = j.attention;
-  const u32 group = blockIdx.x % 4, block = blockIdx.x / 4, row = blockIdx.y, thread = threadIdx.x;
+  const u32 group = blockIdx.x % 4, block = blockIdx.x / 4, row = blockIdx.y;
+  const u32 thread = threadIdx.x % 128, quarter = threadIdx.x / 128;
   const Sequence s = p.sequences[p.sequence[row]];
   const Tiles t = tiles_of<TILE>(p, row, s.start + row - s.first_row);
   const u32 runs = runs_of(t.total);
   if (runs == 1) return;
+  const float4* part = part_of(p, row, 0, block, group / 2, thread) + (group % 2 * 16 + quarter * 4) * 128;
+  const u64 step = u64((p.heads + TILE - 1) / TILE) * PART;
+  constexpr int EARLY = 4;  // runs that are asked for before anything is known of their weights
+  float4 early[EARLY][4];
+#pragma unroll
+  for (int r = 0; r < EARLY; r++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (r < runs) early[r][i] = part[r * step + i * 128];
   const u32 head = block * TILE + thread / 32 * 16 + thread % 32 / 4;
-  const float2* sums = p.part_sums + u64(row) * MAX_SPLITS * p.heads;
-  const float2* const mine[2] = {sums + min(head, p.heads - 1), sums + min(head + 8, p.heads - 1)};
-  const float4* part = part_of(p, row, 0, block, group / 2, thread) + group % 2 * (PART / 4);
-  float v[64];
-  float2 total[2];
-  join_runs(v, total, part, u64((p.heads + TILE - 1) / TILE) * PART, runs, mine, p.heads);
-  const float factor[2] = {factor_of(p, head, total[0]), factor_of(p, head + 8, total[1])};
-  finish<0>(p, v, factor, group, row, head);
-#endif
+  __shared__ float weights[MOST_RUNS][TILE];
+  float factor[2], v[16] = {};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float2* sums = p.part_sums + u64(row) * MAX_SPLITS * p.heads + min(head + half * 8, p.heads - 1);
+    // every quarter finds the same
+    factor[half] = weights_of(p, head + half * 8, sums, p.heads, runs, [&](u32 r, float weight) {
+      weights[r][head % TILE + half * 8] = weight;
+    });
+  }
+  __syncwarp();
+  auto weight_of = [&](u32 r, float (&w)[2]) {
+    w[0] = weights[r][head % TILE];
+    w[1] = weights[r][head % TILE + 8];
+  };
+  float w[2];
+#pragma unroll
+  for (int r = 0; r < EARLY; r++) {
+    if (r >= runs) continue;
+    weight_of(r, w);
+#pragma unroll
+    for (int i = 0; i < 4; i++) add_part(v + i * 4, early[r][i], w);
+  }
+#pragma unroll 4
+  for (u32 r = EARLY; r < runs; r++) {
+    weight_of(r, w);
+#pragma unroll
+    for (int i = 0; i < 4; i++) add_part(v + i * 4, part[r * step + i * 128], w);
+  }
+  u32 words[2][4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      words[half][i] = bf16_pair(v[i * 4 + half * 2] * factor[half], v[i * 4 + half * 2 + 1] * factor[half]);
+  finish(p, words, group, quarter * 4, row, head, [&](u32 bits, int half) {
+    const u32 at = thread / 32 * 8 + thread % 32 / 4;
+    if (thread % 4 == 0) magnitudes[half][quarter][at] = bits;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; i++) bits = max(bits, magnitudes[half][i][at]);
+    return bits;
+  });
 }

@@ -62,57 +62,55 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Descriptor of blocks that are summed over along their columns: groups of eight rows follow each other.
-__device__ __forceinline__ u64 along_columns(u32 address) {
-  return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(1) << 16 | (address & 0x3FFFF) >> 4;
-}
+// Descriptors of blocks: the lower half; the upper one is the same for all. Bytes are counted in sixteens, so that a
+// descriptor that lies further is a sum.
+// Summed over along their columns: groups of eight rows follow each other.
+__device__ __forceinline__ u32 along_columns(u32 address) { return 1u << 16 | (address & 0x3FFFF) >> 4; }
 
-// The same along their rows: groups of eight rows follow each other, and the next 64 columns are the next block.
-__device__ __forceinline__ u64 along_rows(u32 address) {
-  return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(BLOCK_BYTES >> 4) << 16 | (address & 0x3FFFF) >> 4;
-}
+// Along their rows: groups of eight rows follow each other, and the next 64 columns are the next block.
+__device__ __forceinline__ u32 along_rows(u32 address) { return (BLOCK_BYTES >> 4) << 16 | (address & 0x3FFFF) >> 4; }
+
+// What all lanes have alike, in a way that the compiler sees: descriptors are then computed once a warp.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(ALL, x, 0); }
+
+__device__ __forceinline__ u64 descriptor(u32 lower) { return u64(1u << 30 | 1024 >> 4) << 32 | lower; }
 
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
 #define ACCUMULATORS_32(d) SIXTEEN(d, 0), SIXTEEN(d, 16)
-#define ACCUMULATORS_128(d) \
-  SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48), SIXTEEN(d, 64), SIXTEEN(d, 80), SIXTEEN(d, 96), \
-      SIXTEEN(d, 112)
+#define ACCUMULATORS_64(d, i) SIXTEEN(d, i), SIXTEEN(d, i + 16), SIXTEEN(d, i + 32), SIXTEEN(d, i + 48)
 #define PLACES_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PLACES_128 \
+#define PLACES_64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // d (64 x 64) = a b + (add ? d : 0), sums of 16, both along columns
-__device__ __forceinline__ void product_64(float (&d)[32], u64 a, u64 b, bool add) {
+__device__ __forceinline__ void product_64(float (&d)[32], u32 a, u32 b, bool add) {
   asm volatile(
       "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PLACES_32 "}, %32, %33, add, 1, 1, 0, 0;\n}"
       : ACCUMULATORS_32(d)
-      : "l"(a), "l"(b), "r"(u32(add)));
+      : "l"(descriptor(a)), "l"(descriptor(b)), "r"(u32(add)));
 }
 
-// d (64 x 256) += a b, sums of 16, a along columns, b along rows
-__device__ __forceinline__ void product_256(float (&d)[128], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" PLACES_128 "}, %128, %129, 1, 1, 1, 0, 1;"
-               : ACCUMULATORS_128(d)
-               : "l"(a), "l"(b));
+// d[BEGIN..] (64 x 128) += a b, sums of 16, a along columns, b along rows
+template <int BEGIN, int SIZE>
+__device__ __forceinline__ void product_128(float (&d)[SIZE], u32 a, u32 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PLACES_64 "}, %64, %65, 1, 1, 1, 0, 1;"
+               : ACCUMULATORS_64(d, BEGIN)
+               : "l"(descriptor(a)), "l"(descriptor(b)));
 }
 
 // the same with a in registers, laid out as for `mma`
-__device__ __forceinline__ void product_256(float (&d)[128], const u32 (&a)[4], u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" PLACES_128
-               "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
-               : ACCUMULATORS_128(d)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+template <int BEGIN, int SIZE>
+__device__ __forceinline__ void product_128(float (&d)[SIZE], const u32 (&a)[4], u32 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PLACES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : ACCUMULATORS_64(d, BEGIN)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b)));
 }
 
 __device__ __forceinline__ void store_matrices(u32 address, const u32 (&r)[4]) {
