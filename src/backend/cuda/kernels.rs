@@ -134,7 +134,7 @@ mod tests {
     #[test]
     fn a_build_says_which_kernels_and_architectures_it_holds() {
         let inventory = kernels();
-        for file in ["attention", "compressor", "hyper", "indexer", "insert", "linear", "moe", "norm"] {
+        for file in ["attention", "attention_sm90", "compressor", "hyper", "indexer", "insert", "linear", "moe", "norm"] {
             assert!(inventory.files.contains(&file), "{file} in {:?}", inventory.files);
         }
         assert_eq!(inventory.architectures.is_empty(), !HEADERS.is_empty(), "sources come with their headers");

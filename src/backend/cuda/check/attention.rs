@@ -6,7 +6,8 @@ use crate::backend::cpu::attention::{Attention as CpuAttention, Entries as CpuEn
 use crate::backend::cpu::indexer::Selection;
 use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::ops::{
-    self, Attention, AttentionPath, Entries, Group, HEAD_DIM, INDEX_DIM, Pages, ROW_BYTES, Scores, Sequence,
+    self, Attention, AttentionKernel, AttentionPath, Entries, Group, HEAD_DIM, INDEX_DIM, Pages, ROW_BYTES, Scores,
+    Sequence,
 };
 use crate::error::Result;
 use crate::model::config::LayerKind;
@@ -21,13 +22,37 @@ pub(super) fn attend(lab: &mut Lab<'_>) -> Result<()> {
         for (window, parts) in [(128, prefill), (128, decode), (16, prefill)] {
             for &heads in head_counts {
                 lab.clear()?;
-                attend_case(lab, kind, window, parts, heads)?;
+                attend_case(lab, kind, window, parts, heads, 96)?;
             }
             lab.clear()?;
-            attend_alone(lab, kind, window, parts)?;
+            attend_alone(lab, kind, window, parts, 96)?;
         }
     }
+    // many tiles, so that decode adds up runs
+    let long: &[(LayerKind, usize)] = if lab.small {
+        &[(LayerKind::C4a, 1700)]
+    } else {
+        &[(LayerKind::C4a, 1700), (LayerKind::C4a, 3003), (LayerKind::C128a, 36_000)]
+    };
+    for &(kind, position) in long {
+        let head_counts: &[usize] = if lab.small { &[64] } else { &[8, 24, 64, 128] };
+        for &heads in head_counts {
+            lab.clear()?;
+            attend_case(lab, kind, 128, &[(position, 1), (200, 2)], heads, 700)?;
+        }
+        lab.clear()?;
+        attend_alone(lab, kind, 128, &[(position, 1)], 700)?;
+    }
     Ok(())
+}
+
+/// The kernels that the device can run, each with a word for reports.
+fn kernels(lab: &Lab<'_>) -> Vec<(AttentionKernel, &'static str)> {
+    let mut all = vec![(AttentionKernel::Portable, "")];
+    if ops::hopper_kernels(lab.gpu) {
+        all.push((AttentionKernel::Hopper, ", Hopper"));
+    }
+    all
 }
 
 /// Pages beyond 4 GiB, whose offsets and whose ids times their bytes do not fit 32 bits, are found: the bits are those of
@@ -112,8 +137,30 @@ pub(super) fn far_pages(lab: &mut Lab<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A query alone has the bits that it has among many, though the blocks are smaller.
-fn attend_alone(lab: &mut Lab<'_>, kind: LayerKind, window: usize, parts: &[(usize, usize)]) -> Result<()> {
+/// A query alone has the bits that it has among many, though the blocks are smaller or fewer share its runs.
+fn attend_alone(
+    lab: &mut Lab<'_>,
+    kind: LayerKind,
+    window: usize,
+    parts: &[(usize, usize)],
+    most_entries: usize,
+) -> Result<()> {
+    for (kernel, name) in kernels(lab) {
+        attend_alone_by(lab, kind, window, parts, most_entries, kernel, name)?;
+    }
+    Ok(())
+}
+
+fn attend_alone_by(
+    lab: &mut Lab<'_>,
+    kind: LayerKind,
+    window: usize,
+    parts: &[(usize, usize)],
+    most_entries: usize,
+    kernel: AttentionKernel,
+    name: &str,
+) -> Result<()> {
+    lab.clear()?;
     let heads = 64;
     let world = World::new(lab, kind, window, parts)?;
     let (ring, pages) = (world.ring.put(lab)?, world.entries.put(lab)?);
@@ -121,13 +168,13 @@ fn attend_alone(lab: &mut Lab<'_>, kind: LayerKind, window: usize, parts: &[(usi
     let d_sink = lab.put(&sink)?;
     let last = parts.len() - 1;
     let q = lab.normal_bf16(heads * HEAD_DIM, 1.5);
-    let repeats = 40;
+    let counts: &[usize] = if lab.small { &[1, 40] } else { &[1, 50, 100] };
     let mut results: Vec<Vec<u16>> = Vec::new();
-    // the last sequence's last row: once, and 40 times in one launch; its window rows before it are in the ring then
+    // the last sequence's last row: once, and many times in one launch; its window rows before it are in the ring then
     let (start, rows) = parts[last];
     let position = start + rows - 1;
     let row_bytes = &world.staged[world.staged.len() - ROW_BYTES..];
-    for count in [1, repeats] {
+    for &count in counts {
         let list: Vec<Sequence> = (0..count as u32)
             .map(|first_row| Sequence { start: position as u32, first_row, rows: 1, unused: 0 })
             .collect();
@@ -136,7 +183,7 @@ fn attend_alone(lab: &mut Lab<'_>, kind: LayerKind, window: usize, parts: &[(usi
         let (d_q, staged) = (lab.put_bf16(&q.repeat(count))?, lab.put(&row_bytes.repeat(count))?);
         let step = Step::new(lab, &vec![(position, 1); count])?;
         let visible = (position + 1) / 4;
-        let width = visible.clamp(1, 96);
+        let width = visible.clamp(1, most_entries);
         let ids: Vec<u32> = (0..width as u32).collect::<Vec<_>>().repeat(count);
         let (d_ids, d_counts) = (lab.put(&ids)?, lab.put(&vec![visible.min(width) as u32; count])?);
         let d_list = lab.put(&list)?;
@@ -171,14 +218,16 @@ fn attend_alone(lab: &mut Lab<'_>, kind: LayerKind, window: usize, parts: &[(usi
                 quantise: false,
                 path,
             };
-            ops::attend(&lab.stream, &a)?;
+            ops::attend_by(&lab.stream, &a, kernel)?;
             results.push(lab.get(&out)?);
         }
     }
-    let alone = results[..2].concat();
-    let among: Vec<u16> = results[2..].iter().flat_map(|r| &r[r.len() - heads * HEAD_DIM..]).copied().collect();
-    let wrong = different(&among, &alone);
-    lab.report("attend, alone = among 40", format!("{kind:?}, position {position}, window {window}"), wrong, 0.0);
+    let (alone, many) = results.split_at(2);
+    let mut wrong = 0.0;
+    for (i, among) in many.iter().enumerate() {
+        wrong += different(&among[among.len() - heads * HEAD_DIM..], &alone[i % 2]);
+    }
+    lab.report("attend, alone = among many", format!("{kind:?}, position {position}, window {window}{name}"), wrong, 0.0);
     Ok(())
 }
 
@@ -188,10 +237,11 @@ fn attend_case(
     window: usize,
     parts: &[(usize, usize)],
     heads: usize,
+    width: usize,
 ) -> Result<()> {
     let step = Step::new(lab, parts)?;
     let world = World::new(lab, kind, window, parts)?;
-    let (rows, width) = (step.len(), 96);
+    let rows = step.len();
     // sharp enough that some keys dominate
     let q = lab.normal_bf16(rows * heads * HEAD_DIM, 1.5);
     let sink = lab.normal(heads, 1.0);
@@ -244,9 +294,11 @@ fn attend_case(
     let (d_q, d_sink, turns) = (lab.put_bf16(&q)?, lab.put(&sink)?, step.turns(1)?);
     let (d_ids, d_counts, d_staged) = (lab.put(&ids)?, lab.put(&counts)?, lab.put(&world.staged)?);
     let (ring, pages) = (world.ring.put(lab)?, world.entries.put(lab)?);
-    let (part_out, part_sums) = (lab.output(rows * 32 * heads * HEAD_DIM)?, lab.output(rows * 32 * heads)?);
+    // the kernels for Hopper write whole blocks of 64 heads
+    let (part_out, part_sums) =
+        (lab.output(rows * 32 * heads.next_multiple_of(64) * HEAD_DIM)?, lab.output(rows * 32 * heads)?);
     let most_keys = step.rows.iter().map(|r| r.1 + 1).max().unwrap_or(0) + window;
-    for split in [false, true] {
+    for ((kernel, name), split) in kernels(lab).into_iter().flat_map(|k| [(k, false), (k, true)]) {
         let mut plain: Vec<f32> = Vec::new();
         for quantise in [false, true] {
             let out = lab.output(rows * heads * HEAD_DIM)?;
@@ -276,10 +328,10 @@ fn attend_case(
                 quantise,
                 path,
             };
-            ops::attend(&lab.stream, &a)?;
+            ops::attend_by(&lab.stream, &a, kernel)?;
             let got: Vec<f32> = lab.get(&out)?.into_iter().map(bf16_value).collect();
             let shape =
-                format!("{kind:?}, {rows} rows, {heads} heads, window {window}{}", if split { ", split" } else { "" });
+                format!("{kind:?}, {rows} rows, {heads} heads, window {window}{}{name}", if split { ", split" } else { "" });
             if quantise {
                 e4m3_round_trip(&mut plain, 128);
                 lab.report("attend, E4M3 output", &shape, different_bits(&got, &plain), 0.0);

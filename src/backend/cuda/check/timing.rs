@@ -47,8 +47,12 @@ struct Bench<'a> {
     arena: Arena,
     random: Buffer<u8>,
     floats: Buffer<u8>,
+    rows: Buffer<u8>,
     seen: &'a mut dyn FnMut(&Timing),
 }
+
+/// Bytes of the random KV rows that pages are filled from: whole pages.
+const RANDOM_ROWS: usize = 1700 * 64 * ROW_BYTES;
 
 /// Times the operations and tells `seen` each as it comes; `only` filters by group.
 ///
@@ -80,6 +84,7 @@ impl<'a> Bench<'a> {
         let stream = Stream::new(gpu)?;
         let mut arena = Arena::new(gpu, 12 << 30)?;
         let (random, floats) = (arena.take("random bytes", RANDOM)?, arena.take("random floats", RANDOM)?);
+        let rows = arena.take("random rows", RANDOM_ROWS)?;
         let mut state = 1u64;
         let mut next = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -91,14 +96,34 @@ impl<'a> Bench<'a> {
         let values: Vec<u8> =
             (0..RANDOM / 2).flat_map(|_| bf16_bits(next() as f32 / (1u32 << 30) as f32 - 1.0).to_le_bytes()).collect();
         stream.write(&floats, &values)?;
-        Ok(Self { stream, gpu, arena, random, floats, seen })
+        // values near one, as those of a cache: codes, rotary values, scales
+        let mut kv: Vec<u8> = (0..RANDOM_ROWS).map(|_| (next() as u8) & 0xF7).collect();
+        for row in kv.chunks_exact_mut(ROW_BYTES) {
+            for value in row[448..576].chunks_exact_mut(2) {
+                value.copy_from_slice(&bf16_bits(next() as f32 / (1u32 << 30) as f32 - 1.0).to_le_bytes());
+            }
+            for scale in &mut row[576..] {
+                *scale = 117 + (next() % 4) as u8;
+            }
+        }
+        stream.write(&rows, &kv)?;
+        Ok(Self { stream, gpu, arena, random, floats, rows, seen })
+    }
+
+    /// Gives all buffers but the random ones back.
+    fn restart(&mut self) -> Result<()> {
+        self.arena.restart();
+        self.random = self.arena.take("random bytes", RANDOM)?;
+        self.floats = self.arena.take("random floats", RANDOM)?;
+        self.rows = self.arena.take("random rows", RANDOM_ROWS)?;
+        Ok(())
     }
 
     fn fill<T: Plain>(&mut self, len: usize, from: &Buffer<u8>) -> Result<Buffer<T>> {
         let buffer = self.arena.take::<T>("a benchmark", len)?;
         let bytes = buffer.as_bytes();
-        for first in (0..bytes.len()).step_by(RANDOM) {
-            let n = RANDOM.min(bytes.len() - first);
+        for first in (0..bytes.len()).step_by(from.len()) {
+            let n = from.len().min(bytes.len() - first);
             self.stream.copy(&from.slice(0..n)?, &bytes.slice(first..first + n)?)?;
         }
         Ok(buffer)
@@ -220,8 +245,7 @@ fn linear(b: &mut Bench<'_>) -> Result<()> {
                 ops::linear(stream, &[job], tokens, workspace.as_ref())
             })?;
         }
-        b.arena.restart();
-        (b.random, b.floats) = (b.arena.take("random bytes", RANDOM)?, b.arena.take("random floats", RANDOM)?);
+        b.restart()?;
     }
     Ok(())
 }
@@ -355,7 +379,8 @@ impl Table {
         // neighbouring entries lie apart, as they do in use
         let ids: Vec<u32> = (0..count).map(|i| ((i * 7919) % count) as u32).collect();
         let ids = if count.is_multiple_of(7919) { (0..count as u32).collect() } else { ids };
-        Ok(Self { memory: b.codes(count * page_bytes)?, ids: b.put(&ids)?, pitch, page_bytes })
+        let from = if page_bytes.is_multiple_of(ROW_BYTES) { b.rows.clone() } else { b.random.clone() };
+        Ok(Self { memory: b.fill(count * page_bytes, &from)?, ids: b.put(&ids)?, pitch, page_bytes })
     }
 
     fn pages(&self) -> Pages<'_> {
@@ -448,58 +473,76 @@ fn indexer(b: &mut Bench<'_>) -> Result<()> {
             let a = TopK { scores: &values, pitch: keys, positions, ids: &ids, counts: &counts, k: 512, parts };
             ops::top_k(stream, &a)
         })?;
-        b.arena.restart();
-        (b.random, b.floats) = (b.arena.take("random bytes", RANDOM)?, b.arena.take("random floats", RANDOM)?);
+        b.restart()?;
     }
     Ok(())
 }
 
 fn attend(b: &mut Bench<'_>) -> Result<()> {
-    let decode: Vec<(&str, usize, usize, usize)> = [1, 8, 64, 128]
-        .iter()
-        .flat_map(|&batch| [("window", batch, 0, 0), ("c4a 512", batch, 4, 20_480), ("c128a 64k", batch, 128, 512)])
-        .chain([("c128a 1M", 1, 128, 8192), ("c128a 1M", 8, 128, 8192)])
-        .collect();
-    for (name, batch, ratio, entries) in decode {
-        attend_case(b, name, batch, 1, ratio, entries)?;
+    // V4-Flash and V4-Pro
+    for (heads, chosen) in [(64, 512), (128, 1024)] {
+        for batch in [1, 8, 64, 128] {
+            attend_case(b, "window", heads, batch, 1, 0, 0)?;
+            attend_case(b, &format!("c4a {chosen}"), heads, batch, 1, 4, chosen)?;
+            attend_case(b, "c128a 64k", heads, batch, 1, 128, 512)?;
+            if batch <= 64 {
+                attend_case(b, "c128a 1M", heads, batch, 1, 128, 8192)?;
+            }
+        }
+        attend_case(b, &format!("c4a {chosen}, prefill"), heads, 1, 4096, 4, chosen)?;
     }
-    attend_case(b, "c4a 512, prefill", 1, 4096, 4, 20_480)?;
-    attend_case(b, "window, prefill", 1, 4096, 0, 0)
+    attend_case(b, "window, prefill", 64, 1, 4096, 0, 0)
 }
 
-fn attend_case(b: &mut Bench<'_>, name: &str, batch: usize, per: usize, ratio: usize, entries: usize) -> Result<()> {
+/// Queries with a window of 128 and `keys` entries: of 20,480 for ratio 4, all for ratio 128.
+fn attend_case(
+    b: &mut Bench<'_>,
+    name: &str,
+    heads: usize,
+    batch: usize,
+    per: usize,
+    ratio: usize,
+    keys: usize,
+) -> Result<()> {
     let rows = batch * per;
+    let entries = if ratio == 4 { 20_480 } else { keys };
     let end = (ratio.max(1) * entries).max(128 + per);
     let start = end - per;
     let list: Vec<Sequence> = (0..batch)
         .map(|s| Sequence { start: start as u32, first_row: (s * per) as u32, rows: per as u32, unused: 0 })
         .collect();
     let sequence: Vec<u32> = (0..rows).map(|r| (r / per) as u32).collect();
-    let chosen = if ratio == 4 { 512 } else { 0 };
-    let ids: Vec<u32> = (0..rows * chosen).map(|i| (i % chosen * 37 % (start / 4)) as u32).collect();
-    let (list, sequence, ids) = (b.put(&list)?, b.put(&sequence)?, b.put(&ids)?);
+    let chosen = if ratio == 4 { keys } else { 0 };
+    let n = if per > 1 { 2 } else { 8 };
+    let mut ids = Vec::new();
+    for call in 0..n {
+        // others for each query and call
+        let id = |i: usize| ((i % chosen * 37 + i / chosen * 11 + call * 5003) % (start / 4)) as u32;
+        ids.push(b.put(&(0..rows * chosen).map(id).collect::<Vec<_>>())?);
+    }
+    let (list, sequence) = (b.put(&list)?, b.put(&sequence)?);
     let counts = b.put(&vec![chosen as u32; rows])?;
     let (per_page, page_bytes) = if ratio == 128 { (2, 2 * ROW_BYTES) } else { (64, 64 * ROW_BYTES) };
     let ring = Table::new(b, batch, 2, 64 * ROW_BYTES)?;
     let pages = Table::new(b, batch, (entries + 1).div_ceil(per_page).max(1), page_bytes)?;
-    let n = if per > 1 { 2 } else { 8 };
-    let q = (0..n).map(|_| b.bf16(rows * HEADS * HEAD_DIM)).collect::<Result<Vec<_>>>()?;
-    let out = b.out(rows * HEADS * HEAD_DIM)?;
-    let (sink, turns, staged) = (b.f32(HEADS)?, turns(b, rows)?, b.codes(rows * ROW_BYTES)?);
-    let keys = 128 + if ratio == 4 { 512 } else { entries };
+    let q = (0..n).map(|_| b.bf16(rows * heads * HEAD_DIM)).collect::<Result<Vec<_>>>()?;
+    let out = b.out(rows * heads * HEAD_DIM)?;
+    let (sink, turns, random) = (b.f32(heads)?, turns(b, rows)?, b.rows.clone());
+    let staged = b.fill(rows * ROW_BYTES, &random)?;
+    let most_keys = 128 + keys;
     let split = per == 1;
-    let parts = if split { rows * 32 * HEADS } else { 1 };
+    let parts = if split { rows * 32 * heads } else { 1 };
     let (part_out, part_sums) = (b.out(parts * HEAD_DIM)?, b.out(parts)?);
-    let flops = 4.0 * (rows * HEADS * HEAD_DIM * keys) as f64;
-    let bytes = (rows * (keys * ROW_BYTES + HEADS * HEAD_DIM * 4)) as f64;
-    b.time(format!("attend {name}, {rows} rows of {batch}"), bytes, flops, n, |stream, i| {
+    let flops = 4.0 * (rows * heads * HEAD_DIM * most_keys) as f64;
+    let bytes = (rows * (most_keys * ROW_BYTES + heads * HEAD_DIM * 4)) as f64;
+    b.time(format!("attend {heads} heads, {name}, {rows} rows of {batch}"), bytes, flops, n, |stream, i| {
         let entries = match ratio {
             0 => Entries::None,
-            4 => Entries::Selected { pages: pages.pages(), ids: &ids, counts: &counts, width: chosen },
+            4 => Entries::Selected { pages: pages.pages(), ids: &ids[i], counts: &counts, width: chosen },
             _ => Entries::All { pages: pages.pages() },
         };
         let path = if split {
-            AttentionPath::Split { most_keys: keys, out: &part_out, sums: &part_sums }
+            AttentionPath::Split { most_keys, out: &part_out, sums: &part_sums }
         } else {
             AttentionPath::Whole
         };
@@ -519,7 +562,5 @@ fn attend_case(b: &mut Bench<'_>, name: &str, batch: usize, per: usize, ratio: u
         };
         ops::attend(stream, &a)
     })?;
-    b.arena.restart();
-    (b.random, b.floats) = (b.arena.take("random bytes", RANDOM)?, b.arena.take("random floats", RANDOM)?);
-    Ok(())
+    b.restart()
 }

@@ -1,6 +1,6 @@
-//! `kernels/attention.cu`: sparse attention over window and entries.
+//! `kernels/attention.cu` and `attention_sm90.cu`: sparse attention over window and entries.
 
-use super::super::device::Limits;
+use super::super::device::{Gpu, Limits};
 use super::super::memory::Buffer;
 use super::super::stream::Stream;
 use super::cache::{Pages, RawPages, Sequence};
@@ -96,6 +96,35 @@ struct JoinParams {
 // SAFETY: mirrors `JoinParams`.
 unsafe impl Params for JoinParams {}
 
+/// Which kernels compute; the bits are not the same. [`attend`] chooses by device and heads, so never by batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AttentionKernel {
+    /// For every device.
+    Portable,
+    /// With Hopper's warpgroup products, 64 heads a block.
+    Hopper,
+}
+
+/// Arguments of the kernels for Hopper.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct HopperParams {
+    attention: AttentionParams,
+    items: u32,
+    pieces: u32,
+    whole: u32,
+    pad: u32,
+}
+// SAFETY: mirrors `HopperParams`.
+unsafe impl Params for HopperParams {}
+
+/// Heads of a block and keys of a tile of the kernels for Hopper, tiles of a run, most runs of a query, and the bytes of a
+/// block's shared memory.
+const HOPPER_TILE: usize = 64;
+const HOPPER_RUN: usize = 4;
+const HOPPER_RUNS: usize = 16;
+const HOPPER_SHARED: usize = 217_664;
+
 /// Heads and keys of a block, and the bytes of its shared memory as in the kernel's `Shape`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
@@ -125,6 +154,17 @@ impl Shape {
 
 /// Attention of each query, rotated back. Sequences, page ids and selected entries are the caller's promise.
 pub(crate) fn attend(stream: &Stream, a: &Attention<'_>) -> Result<()> {
+    let full = a.sink.len().is_multiple_of(HOPPER_TILE) && hopper_kernels(stream.gpu());
+    attend_by(stream, a, if full { AttentionKernel::Hopper } else { AttentionKernel::Portable })
+}
+
+/// Whether the device and the build have the kernels for Hopper.
+pub(crate) fn hopper_kernels(gpu: &Gpu) -> bool {
+    gpu.limits().arch == (9, 0) && gpu.kernel("attend_hopper").is_ok()
+}
+
+/// The same with the kernels named; those for Hopper need the workspace of whole blocks of 64 heads.
+pub(crate) fn attend_by(stream: &Stream, a: &Attention<'_>, kernel: AttentionKernel) -> Result<()> {
     let (rows, heads, count) = (a.sequence.len(), a.sink.len(), a.sequences.len());
     if heads == 0 {
         bail!(InvalidArgument, "attention without heads");
@@ -148,15 +188,13 @@ pub(crate) fn attend(stream: &Stream, a: &Attention<'_>) -> Result<()> {
             ratio = 128;
         }
     }
-    let (mut parts, mut runs) = ((0, 0), 1);
-    if let Path::Split { most_keys, out, sums } = &a.path {
-        at_least("the attention workspace", out, rows * MAX_SPLITS * heads * HEAD_DIM)?;
+    let (mut parts, mut most_keys) = ((0, 0), None);
+    if let Path::Split { most_keys: keys, out, sums } = &a.path {
+        let padded = if kernel == AttentionKernel::Hopper { heads.next_multiple_of(HOPPER_TILE) } else { heads };
+        at_least("the attention workspace", out, rows * MAX_SPLITS * padded * HEAD_DIM)?;
         at_least("the attention sums", sums, rows * MAX_SPLITS * heads)?;
-        parts = (out.address(), sums.address());
-        // window and entries are tiled apart, in tiles of at most 64 keys: two more than the keys alone would need
-        runs = (most_keys + 2 * 64).div_ceil(RUN_KEYS).min(MAX_SPLITS);
+        (parts, most_keys) = ((out.address(), sums.address()), Some(*keys));
     }
-    let shape = Shape::of(heads, rows * runs, stream.gpu().limits());
     let params = AttentionParams {
         q: a.q.address(),
         out: a.out.address(),
@@ -178,8 +216,19 @@ pub(crate) fn attend(stream: &Stream, a: &Attention<'_>) -> Result<()> {
         quantise: u32::from(a.quantise),
         pad: 0,
     };
-    let split = matches!(a.path, Path::Split { .. });
-    let kernel = stream.gpu().kernel(match (shape.heads, split) {
+    match kernel {
+        AttentionKernel::Portable => launch_portable(stream, params, rows, most_keys),
+        AttentionKernel::Hopper => launch_hopper(stream, params, rows, most_keys),
+    }
+}
+
+/// `most_keys` is there if keys are split.
+fn launch_portable(stream: &Stream, params: AttentionParams, rows: usize, most_keys: Option<usize>) -> Result<()> {
+    let heads = params.heads as usize;
+    // window and entries are tiled apart, in tiles of at most 64 keys: two more than the keys alone would need
+    let runs = most_keys.map_or(1, |keys| (keys + 2 * 64).div_ceil(RUN_KEYS).min(MAX_SPLITS));
+    let shape = Shape::of(heads, rows * runs, stream.gpu().limits());
+    let kernel = stream.gpu().kernel(match (shape.heads, most_keys.is_some()) {
         (64, false) => "attend_64",
         (32, false) => "attend_32",
         (_, false) => "attend_16",
@@ -189,15 +238,41 @@ pub(crate) fn attend(stream: &Stream, a: &Attention<'_>) -> Result<()> {
     })?;
     // rows are the second dimension, which has 65535: longer steps come in pieces
     let grid = [heads.div_ceil(shape.heads), rows, runs];
-    // SAFETY: sizes checked above; the rest is the caller's promise.
+    // SAFETY: sizes checked by `attend_by`; the rest is its caller's promise.
     unsafe { stream.launch(kernel, Launch { grid, block: shape.threads, shared: shape.shared() }, &params)? };
-    if !split {
+    if most_keys.is_none() {
         return Ok(());
     }
     let join = JoinParams { attention: params, keys: shape.keys as u32, pad: 0 };
     let kernel = stream.gpu().kernel("attend_join")?;
     // SAFETY: as above.
     unsafe { stream.launch(kernel, Launch { grid: [heads, rows, 1], block: 128, shared: 0 }, &join) }
+}
+
+/// The same.
+fn launch_hopper(stream: &Stream, attention: AttentionParams, rows: usize, most_keys: Option<usize>) -> Result<()> {
+    let (blocks, device) =
+        ((attention.heads as usize).div_ceil(HOPPER_TILE), stream.gpu().limits().multiprocessors as usize);
+    let pieces = most_keys.map_or(1, |keys| hopper_pieces(rows * blocks, keys, device));
+    let items = rows * blocks * pieces;
+    let whole = u32::from(most_keys.is_none());
+    let params = HopperParams { attention, items: word("attention items", items)?, pieces: pieces as u32, whole, pad: 0 };
+    let launch = Launch { grid: [items.min(device), 1, 1], block: 512, shared: HOPPER_SHARED };
+    // SAFETY: as above.
+    unsafe { stream.launch(stream.gpu().kernel("attend_hopper")?, launch, &params)? };
+    if pieces == 1 {
+        return Ok(());
+    }
+    let launch = Launch { grid: [4 * blocks, rows, 1], block: 512, shared: 0 };
+    // SAFETY: as above.
+    unsafe { stream.launch(stream.gpu().kernel("attend_hopper_join")?, launch, &attention) }
+}
+
+/// Blocks that share the runs of a query, so that all `device` multiprocessors have work: results do not depend on it.
+fn hopper_pieces(blocks: usize, most_keys: usize, device: usize) -> usize {
+    // window and entries are tiled apart: one more partial tile than the keys alone would need
+    let runs = (most_keys / HOPPER_TILE + 2).div_ceil(HOPPER_RUN).min(HOPPER_RUNS);
+    (device / blocks.max(1)).clamp(1, runs)
 }
 
 #[cfg(test)]
@@ -227,5 +302,11 @@ mod tests {
                 }
             }
         }
+    }
+    #[test]
+    fn few_queries_are_cut_until_the_device_is_full_and_never_beyond_their_runs() {
+        assert_eq!([1, 8, 44, 64, 128, 4096].map(|blocks| hopper_pieces(blocks, 640, 132)), [3, 3, 3, 2, 1, 1]);
+        assert_eq!([1, 8, 64].map(|blocks| hopper_pieces(blocks, 8320, 132)), [16, 16, 2]);
+        assert_eq!(hopper_pieces(1, 128, 132), 1, "a window is one run");
     }
 }

@@ -11,7 +11,7 @@ mod linear;
 mod moe;
 mod norm;
 
-pub(crate) use attention::{Attention, Entries, Path as AttentionPath, attend};
+pub(crate) use attention::{Attention, AttentionKernel, Entries, Path as AttentionPath, attend, attend_by, hopper_kernels};
 pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
 pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
 pub(crate) use indexer::{
