@@ -110,7 +110,10 @@ impl Nvrtc {
         if status != 0 {
             bail!(Unsupported, "NVRTC refused {name}: error {status}");
         }
-        let options = [text(format!("--gpu-architecture=sm_{}{}", arch.0, arch.1).as_bytes())?, text(b"-std=c++17")?];
+        // Hopper's own instructions need its own target
+        let own = if arch == (9, 0) { "a" } else { "" };
+        let target = format!("--gpu-architecture=sm_{}{}{own}", arch.0, arch.1);
+        let options = [text(target.as_bytes())?, text(b"-std=c++17")?];
         let option_pointers = pointers(&options);
         // SAFETY: the program was just made; the options outlive the call.
         let status = unsafe { (self.compile)(program, options.len() as c_int, option_pointers.as_ptr()) };
@@ -183,8 +186,12 @@ mod tests {
         let headers: Vec<(&str, &[u8])> = headers.iter().map(|(n, t)| (n.as_str(), t.as_slice())).collect();
         assert!(sources.len() >= 8);
         for (name, text) in &sources {
-            let cubin = compile(name, text, &headers, (8, 0)).unwrap_or_else(|e| panic!("{e}"));
-            assert!(cubin.starts_with(b"\x7fELF"), "{name}");
+            for arch in [(8, 0), (9, 0)] {
+                let cubin = compile(name, text, &headers, arch).unwrap_or_else(|e| panic!("{e}"));
+                assert!(cubin.starts_with(b"\x7fELF"), "{name}");
+                let has_wide = cubin.windows(16).any(|w| w == b"linear_wide_e4m3");
+                assert_eq!(has_wide, name == "wide.cu" && arch == (9, 0), "{name} for {arch:?}");
+            }
         }
     }
 }

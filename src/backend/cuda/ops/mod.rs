@@ -10,6 +10,7 @@ mod indexer;
 mod linear;
 mod moe;
 mod norm;
+mod wide;
 
 pub(crate) use attention::{Attention, Entries, Path as AttentionPath, attend};
 pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
@@ -19,9 +20,11 @@ pub(crate) use indexer::{
 };
 pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
 pub(crate) use moe::{
-    ExpertFormat, Experts, Grouping, Product, Route, Routing, combine, expert_product, group, route, swiglu,
+    ExpertFormat, Experts, Grouping, Product, Route, Routing, combine, expert_product, expert_product_with, group,
+    route, swiglu,
 };
 pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations, watch};
+pub(crate) use wide::images_len;
 
 use super::memory::{Buffer, Plain};
 use super::stream::{Launch, Params};
