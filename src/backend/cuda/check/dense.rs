@@ -232,9 +232,14 @@ pub(super) fn linear(lab: &mut Lab<'_>) -> Result<()> {
             for tokens in [1, 3, 8, 13, 16, 17, 64, most] {
                 let workspace = lab.output(ops::workspace_len(rows, cols, tokens))?;
                 let mut first = None;
-                for (way, workspace, portable) in
-                    [("", None, true), (", cut", Some(&workspace), true), (", any kernel", Some(&workspace), false)]
-                {
+                // a small workspace: many tokens in several launches
+                let small = workspace.slice(0..ops::images_len(cols, tokens.min(512)))?;
+                for (way, workspace, portable) in [
+                    ("", None, true),
+                    (", cut", Some(&workspace), true),
+                    (", any kernel", Some(&workspace), false),
+                    (", small workspace", Some(&small), false),
+                ] {
                     lab.gpu.set_portable(portable);
                     let y = lab.output::<f32>(tokens * rows)?;
                     let (x, y_out) = (&d_x, Output::F32(y.clone()));

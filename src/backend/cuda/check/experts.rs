@@ -224,7 +224,7 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
                     y: &y,
                     tokens: cut,
                 };
-                ops::expert_product_with(&lab.stream, &groups, &up, workspace)?;
+                ops::expert_product(&lab.stream, &groups, &up, workspace)?;
                 let down = Product {
                     matrices: &single,
                     rows: hidden,
@@ -235,7 +235,7 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
                     y: &z,
                     tokens: cut,
                 };
-                ops::expert_product_with(&lab.stream, &groups, &down, workspace)?;
+                ops::expert_product(&lab.stream, &groups, &down, workspace)?;
                 let shape = format!("{format:?}, {tokens} tokens{way}");
                 let (got_up, got_down) = (lab.get_bf16(&y)?, lab.get_bf16(&z)?);
                 lab.report("experts, gate and up", &shape, distance(&got_up, &want_up), NEIGHBOURS);
@@ -281,11 +281,11 @@ pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
             let (matrices, format) = ([w1.experts(), w3.experts()], ExpertFormat::E2m1);
             let (rows, cols) = (inter, hidden);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product_with(s, g, &a, Some(&workspace))?;
+            ops::expert_product(s, g, &a, Some(&workspace))?;
             ops::swiglu(s, &up, &act, inter, Some((&weights, &groups.order)), 10.0, true)?;
             let (matrices, rows, cols) = ([w2.experts()], hidden, inter);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product_with(s, g, &a, Some(&workspace))?;
+            ops::expert_product(s, g, &a, Some(&workspace))?;
             ops::combine(s, &down, &x, &groups.places, &y, hidden)
         };
         let was_careful = lab.gpu.is_careful();

@@ -268,13 +268,13 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
             let matrices = [Experts { data: &w1.0, scales: &w1.1 }, Experts { data: &w3.0, scales: &w3.1 }];
             let (rows, cols, format) = (inter, D, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product_with(stream, &groupings[i], &a, Some(&workspace))
+            ops::expert_product(stream, &groupings[i], &a, Some(&workspace))
         };
         let down_call = |stream: &Stream, i: usize| {
             let matrices = [Experts { data: &w2.0, scales: &w2.1 }];
             let (rows, cols, format) = (D, inter, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product_with(stream, &groupings[i], &a, Some(&workspace))
+            ops::expert_product(stream, &groupings[i], &a, Some(&workspace))
         };
         let name = format!("{tokens} tokens, {touched} experts");
         b.time(format!("experts gate+up, {name}"), size * 2.0 / 3.0, flops * 2.0 / 3.0, rounds, up_call)?;

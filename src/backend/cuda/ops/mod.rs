@@ -20,8 +20,7 @@ pub(crate) use indexer::{
 };
 pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
 pub(crate) use moe::{
-    ExpertFormat, Experts, Grouping, Product, Route, Routing, combine, expert_product, expert_product_with, group,
-    route, swiglu,
+    ExpertFormat, Experts, FEW_TOKENS, Grouping, Product, Route, Routing, combine, expert_product, group, route, swiglu,
 };
 pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations, watch};
 pub(crate) use wide::images_len;

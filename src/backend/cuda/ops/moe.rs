@@ -10,7 +10,7 @@ use crate::error::{Result, bail};
 const MAX_EXPERTS: usize = 512;
 const MAX_TOP_K: usize = 16;
 /// Tokens up to which one block a (row tile, expert) is used instead of tiles of 64 places.
-const FEW_TOKENS: usize = 64;
+pub(crate) const FEW_TOKENS: usize = 64;
 
 /// How experts are chosen.
 pub(crate) enum Routing<'a> {
@@ -231,13 +231,10 @@ unsafe impl Params for ExpertParams {}
 
 /// The grouped product of all assignments with their experts' weights. The addresses in `matrices` must be those of
 /// matrices of the given shape, which is the caller's promise.
-pub(crate) fn expert_product(stream: &Stream, g: &Grouping, a: &Product<'_>) -> Result<()> {
-    expert_product_with(stream, g, a, None)
-}
-
-/// As [`expert_product`]. `workspace`, of [`Grouping::images_len`] of the columns, lets many tokens use the kernels for
-/// Hopper; without it, or with a smaller one, the product is slower, never different.
-pub(crate) fn expert_product_with(
+///
+/// `workspace`, of [`Grouping::images_len`] of the columns, lets many tokens use the kernels for Hopper; without it, or with
+/// a smaller one, the product is slower, never different.
+pub(crate) fn expert_product(
     stream: &Stream,
     g: &Grouping,
     a: &Product<'_>,
