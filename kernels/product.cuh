@@ -120,7 +120,7 @@ __device__ __forceinline__ void slice_product(const Matrix& m, u32 row, u32 k0, 
                                               float (&acc)[TILES][4], Ready ready) {
   constexpr int UNITS = BLOCK / F::UNIT_K;  // of a block
   constexpr int AHEAD = F::BLOCK_BYTES == 128 ? (TILES == 1 ? 4 : 2) : F::BLOCK_BYTES == 64 || TILES == 1 ? 2 : 1;
-  // E2M1 multiplies a block beyond the slice, which counts for nothing: without a branch its loads stay ahead
+  // of E2M1 a block beyond the slice is multiplied too and counts for nothing: without a branch its loads stay ahead
   constexpr bool PADS = F::UNIT_K == 128;
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const u32 last = m.rows - 1;

@@ -1,14 +1,14 @@
 // Products of many tokens on Hopper's asynchronous matrix unit (wgmma). Exists for sm_90a alone.
 //
-// The sums are those of product.cuh, instruction by instruction: the same 16 columns in one step, the same chain of eight
-// steps a block, the same slices. So the bits are those of the portable kernels, and a launcher may take either. What
-// makes this possible is that the unit adds the 16 products of a step as one, in no order.
+// The sums are those of product.cuh, step by step: the same 16 columns in a step, the same chain of eight steps a block,
+// the same slices. So the bits are those of the portable kernels, and a launcher may take either. That is possible since
+// the unit adds the 16 products of a step as one, in no order, as mma.sync does there; the self-test would notice.
 //
 // arrange: writes the inputs in the order in which the steps take them, as images: [64 tokens, 128 columns] of 16 KB as
 // 8 groups of 8 tokens, [8 steps, 2 halves, 8 tokens, 8 columns] each, which one copy brings to shared memory.
 // linear_wide, expert_wide: one block a multiprocessor walks over tiles of 128 rows and up to 128 tokens. One warpgroup
-// copies weights as they are stored, one thread images; two warpgroups of 64 rows each decode weights to registers (operand
-// A) while the unit works on the steps before.
+// copies weights as they are stored, one thread images; two warpgroups of 64 rows each decode weights to registers
+// (operand A) while the unit works on the steps before.
 #include "product.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -235,7 +235,7 @@ struct Bool {
   static constexpr bool value = VALUE;
 };
 
-// A tile: rows `row`.. of `m`, tokens first_token.. of y, `count` of them in `image` and the next.
+// A tile: rows `row`.. of `m`, `count` tokens.
 struct Tile {
   Matrix m;
   const u8* image;  // of the first 64 tokens; those of the next follow
@@ -280,7 +280,8 @@ __device__ __forceinline__ void feed_inputs(const Tile& tile, u32 base, Ring<Wid
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(stage + W::SCALE_AT), "f"(scale) : "memory");
     arrive_expecting(ring.full(), images * IMAGE_BYTES);
     for (u32 i = 0; i < images; i++)
-      copy_bulk(stage + i * IMAGE_BYTES, tile.image + (u64(i) * blocks + block) * IMAGE_BYTES, IMAGE_BYTES, ring.full());
+      copy_bulk(stage + i * IMAGE_BYTES, tile.image + (u64(i) * blocks + block) * IMAGE_BYTES, IMAGE_BYTES,
+                ring.full());
     if (block + 1 < blocks) scale = tile_scale(tile.m, tile.row, block + 1);
   }
 }
@@ -303,13 +304,15 @@ __device__ __forceinline__ void feed_weights(const Tile& tile, u32 base, Ring<Wi
     const u8* p = from;
 #pragma unroll
     for (u32 i = 0; i < CHUNKS; i++) {
-      if (stride == 0) p = tile.m.data + u64(min(tile.row + row + i * ROWS, last)) * bytes + chunk * 16 + block * F::BLOCK_BYTES;
+      if (stride == 0)
+        p = tile.m.data + u64(min(tile.row + row + i * ROWS, last)) * bytes + chunk * 16 + block * F::BLOCK_BYTES;
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + stage + i * (ROWS * F::BLOCK_BYTES)), "l"(p));
       p += stride;
     }
     from += F::BLOCK_BYTES;
     if constexpr (F::UNIT_K == 128) {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(base + stage + W::SCALES_AT + thread * 4), "l"(scales));
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(base + stage + W::SCALES_AT + thread * 4),
+                   "l"(scales));
       scales += 4;
     }
     arrive_with_copies(ring.full());
@@ -406,7 +409,7 @@ __device__ __forceinline__ void consume(u32 blocks, u8* shared, u32 base, Ring<W
 
   Tile tile;
   again(tile);
-  // acc[4 t + 2 h + j]: row first + lane/4 + 8 h, token 8 t + 2 (lane%4) + j
+  // acc[4 t + 2 h + j]: row `row` + 8 h, token 8 t + 2 (lane%4) + j
   const u32 rows = tile.m.rows - min(tile.row, tile.m.rows);
   u16* const narrow = static_cast<u16*>(tile.y);
   const bool is_plain = tile.y_f32 || tile.y_stride % 8 || reinterpret_cast<u64>(tile.y) % 16 || rows % 8;

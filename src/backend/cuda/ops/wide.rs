@@ -1,4 +1,4 @@
-//! `kernels/wide.cu`: products of many tokens on Hopper's asynchronous matrix unit, with the bits of the portable kernels.
+//! `kernels/wide.cu`: products of many tokens on Hopper's matrix unit wgmma, with the bits of the portable kernels.
 //!
 //! The inputs are arranged first, into images that the products read: memory that the caller lends. Without it, or on
 //! another device, the portable kernels run.
@@ -121,7 +121,7 @@ fn key(job: &Job<'_>) -> Arranged {
     Arranged { x: job.x.address(), image: 0, stride: job.x_stride as u32, cols: job.cols as u32, format, unused: 0 }
 }
 
-/// Whether the device has these kernels and they are the faster ones: few tokens need tiles for every multiprocessor, and
+/// Whether the device has these kernels and they are faster: few tokens need tiles for every multiprocessor, and
 /// many are cut where the workspace is small.
 pub(super) fn suits(stream: &Stream, jobs: &[Job<'_>], tokens: usize, workspace: &Buffer<f32>) -> bool {
     let tiles: usize = jobs.iter().map(|job| job.rows.div_ceil(TILE)).sum();
