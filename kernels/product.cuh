@@ -21,6 +21,7 @@ __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x
 
 // UNIT_K: columns of a unit. STEPS: its instructions. X_WORDS: 32-bit words of a thread's inputs for one unit.
 struct E4m3 {
+  static constexpr bool HAS_TILES = true;  // a scale for each 128x128
   static constexpr int BLOCK_BYTES = 128, UNIT_K = 64, STEPS = 4, X_WORDS = 8;
   static constexpr int WEIGHT_FLIP = 4, STAGES = 2;
   static constexpr bool SHARED_TOTALS = true;
@@ -38,6 +39,7 @@ struct E4m3 {
 };
 
 struct E2m1 {
+  static constexpr bool HAS_TILES = false;
   static constexpr int BLOCK_BYTES = 64, UNIT_K = 128, STEPS = 8, X_WORDS = 16;
   static constexpr int WEIGHT_FLIP = 0, STAGES = 2;
   static constexpr bool SHARED_TOTALS = true;
@@ -67,6 +69,7 @@ struct E2m1 {
 };
 
 struct Bf16 {
+  static constexpr bool HAS_TILES = true;  // scales of 1: the branch keeps loads of weights ahead of the wait for inputs
   static constexpr int BLOCK_BYTES = 256, UNIT_K = 32, STEPS = 2, X_WORDS = 4;
   static constexpr int WEIGHT_FLIP = 4, STAGES = 2;
   static constexpr bool SHARED_TOTALS = false;
@@ -117,21 +120,25 @@ __device__ __forceinline__ void slice_product(const Matrix& m, u32 row, u32 k0, 
                                               float (&acc)[TILES][4], Ready ready) {
   constexpr int UNITS = BLOCK / F::UNIT_K;  // of a block
   constexpr int AHEAD = F::BLOCK_BYTES == 128 ? (TILES == 1 ? 4 : 2) : F::BLOCK_BYTES == 64 || TILES == 1 ? 2 : 1;
+  // of E2M1 a block beyond the slice is multiplied too and counts for nothing: without a branch its loads stay ahead
+  constexpr bool PADS = F::UNIT_K == 128;
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const u32 last = m.rows - 1;
   const u32 r0 = min(row + lane / 4, last), r1 = min(row + lane / 4 + 8, last);
-  const u64 bytes = row_bytes<F>(m.cols);
-  const u8* lo = m.data + r0 * bytes + quad * 16;
-  const u8* hi = m.data + r1 * bytes + quad * 16;
   const u32 first = k0 / BLOCK, end = min(k0 + SLICE, m.cols) / BLOCK;
+  const u64 bytes = row_bytes<F>(m.cols);
+  const u8* lo = m.data + r0 * bytes + first * F::BLOCK_BYTES + quad * 16;
+  const u8* hi = m.data + r1 * bytes + first * F::BLOCK_BYTES + quad * 16;
+  const u8* lo_scales = m.scales + u64(r0) * (m.cols / 32) + first * 4 + quad;  // E2M1
+  const u8* hi_scales = m.scales + u64(r1) * (m.cols / 32) + first * 4 + quad;
 
   auto inputs = [&](u32 unit, u32 (&in)[TILES][F::X_WORDS]) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
       for (int w = 0; w < F::X_WORDS; w += 4) {
-        const u32 k = unit * F::UNIT_K + quad * (F::X_WORDS * 2) + 2 * w;
-        const uint4 v = x[t] ? *reinterpret_cast<const uint4*>(x[t] + k) : make_uint4(0, 0, 0, 0);
+        const u16* from = x[t] + (unit * F::UNIT_K + quad * (F::X_WORDS * 2)) + 2 * w;
+        const uint4 v = x[t] ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
         in[t][w] = v.x;
         in[t][w + 1] = v.y;
         in[t][w + 2] = v.z;
@@ -145,24 +152,29 @@ __device__ __forceinline__ void slice_product(const Matrix& m, u32 row, u32 k0, 
     float scales[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-      const u32 at = min(b + i, end - 1);
+      const u32 at = min(u32(i), end - 1 - b);
 #pragma unroll
       for (int u = 0; u < UNITS; u++) {
-        wl[i][u] = load_weights(lo + u64(at) * F::BLOCK_BYTES + u * 64);
-        wh[i][u] = load_weights(hi + u64(at) * F::BLOCK_BYTES + u * 64);
+        wl[i][u] = load_weights(lo + at * F::BLOCK_BYTES + u * 64);
+        wh[i][u] = load_weights(hi + at * F::BLOCK_BYTES + u * 64);
       }
       if constexpr (F::UNIT_K == 128) {  // E2M1: a thread's unit has one scale a row
-        sl[i] = m.scales[u64(r0) * (m.cols / 32) + at * 4 + quad];
-        sh[i] = m.scales[u64(r1) * (m.cols / 32) + at * 4 + quad];
+        sl[i] = lo_scales[at * 4];
+        sh[i] = hi_scales[at * 4];
       }
-      scales[i] = tile_scale(m, row, at);
+      scales[i] = F::HAS_TILES ? tile_scale(m, row, b + at) : 1.0f;
+      if (PADS && b + i >= end) scales[i] = 0.0f;
     }
+    lo += AHEAD * F::BLOCK_BYTES;
+    hi += AHEAD * F::BLOCK_BYTES;
+    lo_scales += AHEAD * 4;
+    hi_scales += AHEAD * 4;
     if (b == first) ready();
     u32 in[2][TILES][F::X_WORDS];
     inputs(b * UNITS, in[0]);
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-      if (b + i >= end) break;
+      if (!PADS && b + i >= end) break;
       if constexpr (F::UNIT_K == 128) {
         sl[i] = F::scale(u8(sl[i]));
         sh[i] = F::scale(u8(sh[i]));
@@ -187,7 +199,7 @@ __device__ __forceinline__ void slice_product(const Matrix& m, u32 row, u32 k0, 
 #pragma unroll
       for (int t = 0; t < TILES; t++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) acc[t][j] = __fadd_rn(acc[t][j], __fmul_rn(part[t][j], scales[i]));
+        for (int j = 0; j < 4; j++) acc[t][j] = fmaf(part[t][j], scales[i], acc[t][j]);
     }
   }
 }
@@ -346,7 +358,7 @@ __device__ __forceinline__ void many_tokens(const Matrix& m, u32 first_row, cons
         }
       }
     }
-    const float scale = tile_scale(m, first_row + warp_row, block);
+    const float scale = F::HAS_TILES ? tile_scale(m, first_row + warp_row, block) : 1.0f;
     const bool slice_ends = (block + 1) % (SLICE / BLOCK) == 0 || block + 1 == end;
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -354,7 +366,7 @@ __device__ __forceinline__ void many_tokens(const Matrix& m, u32 first_row, cons
       for (int t = 0; t < 4; t++)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const float sum = __fadd_rn(acc[i][t][j], __fmul_rn(part[i][t][j], scale));
+          const float sum = fmaf(part[i][t][j], scale, acc[i][t][j]);
           acc[i][t][j] = sum;
           if (!slice_ends) continue;
           float& held = F::SHARED_TOTALS ? totals[((i * 4 + t) * 4 + j) * 256 + thread] : total[i][t][j];

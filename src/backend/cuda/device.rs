@@ -32,6 +32,7 @@ struct Inner {
     fault: OnceLock<String>,
     launched: Mutex<Vec<Arc<str>>>,
     careful: AtomicBool,
+    portable: AtomicBool,
 }
 
 impl Drop for Inner {
@@ -107,7 +108,8 @@ impl Gpu {
         let kernels = Kernels::load(&limits)?;
         drop(current);
         let (fault, launched, careful) = (OnceLock::new(), Mutex::default(), AtomicBool::new(false));
-        Ok(Self { inner: Arc::new(Inner { context, limits, kernels, fault, launched, careful }) })
+        let portable = AtomicBool::new(false);
+        Ok(Self { inner: Arc::new(Inner { context, limits, kernels, fault, launched, careful, portable }) })
     }
 
     /// What launchers decide by.
@@ -121,6 +123,16 @@ impl Gpu {
     /// `Unsupported` if the build has no such kernel.
     pub(super) fn kernel(&self, name: &str) -> Result<&Kernel> {
         self.inner.kernels.get(name)
+    }
+
+    /// Whether there is a kernel of this name for this device, and launchers may choose it.
+    pub(super) fn has(&self, name: &str) -> bool {
+        !self.inner.portable.load(Ordering::Relaxed) && self.inner.kernels.get(name).is_ok()
+    }
+
+    /// Leaves out the kernels that exist for one architecture alone; for the self-test.
+    pub(super) fn set_portable(&self, on: bool) {
+        self.inner.portable.store(on, Ordering::Relaxed);
     }
 
     /// Waits for each launch, so that a fault names its very kernel. Slow; for the self-test and for bug reports.

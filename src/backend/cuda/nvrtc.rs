@@ -110,10 +110,10 @@ impl Nvrtc {
         if status != 0 {
             bail!(Unsupported, "NVRTC refused {name}: error {status}");
         }
-        // `a`: with the instructions that this very chip has
-        let chip = if arch == (9, 0) { "a" } else { "" };
-        let options =
-            [text(format!("--gpu-architecture=sm_{}{}{chip}", arch.0, arch.1).as_bytes())?, text(b"-std=c++17")?];
+        // Hopper's own instructions need its own target
+        let own = if arch == (9, 0) { "a" } else { "" };
+        let target = format!("--gpu-architecture=sm_{}{}{own}", arch.0, arch.1);
+        let options = [text(target.as_bytes())?, text(b"-std=c++17")?];
         let option_pointers = pointers(&options);
         // SAFETY: the program was just made; the options outlive the call.
         let status = unsafe { (self.compile)(program, options.len() as c_int, option_pointers.as_ptr()) };
@@ -186,12 +186,14 @@ mod tests {
         let headers: Vec<(&str, &[u8])> = headers.iter().map(|(n, t)| (n.as_str(), t.as_slice())).collect();
         assert!(sources.len() >= 8);
         for (name, text) in &sources {
-            let chips: &[(u32, u32)] = if name.contains("sm90") { &[(8, 0), (9, 0)] } else { &[(8, 0)] };
-            for &arch in chips {
+            for arch in [(8, 0), (9, 0)] {
                 let cubin = compile(name, text, &headers, arch).unwrap_or_else(|e| panic!("{e}"));
                 assert!(cubin.starts_with(b"\x7fELF"), "{name}");
-                let has_hopper = cubin.windows(14).any(|w| w == b"attend_hopper\0");
-                assert_eq!(has_hopper, name.contains("sm90") && arch == (9, 0), "{name}");
+                for (kernel, file) in [(&b"attend_hopper\0"[..], "attention_sm90.cu"), (b"linear_wide_e4m3", "wide.cu")]
+                {
+                    let has = cubin.windows(kernel.len()).any(|w| w == kernel);
+                    assert_eq!(has, name == file && arch == (9, 0), "{name} for {arch:?}");
+                }
             }
         }
     }

@@ -43,7 +43,7 @@ impl Run<'_> {
 
         let product = |matrices: &[Experts<'_>], rows, cols, x, top_k, y: &Buffer<u16>| {
             let a = Product { matrices, rows, cols, format: w.format, x, top_k, y, tokens: self.rows };
-            ops::expert_product(self.stream, &b.groups, &a)
+            ops::expert_product(self.stream, &b.groups, &a, Some(&b.images))
         };
         let (limit, quantise) = (c.swiglu_limit, self.rounding.act_fp8);
         product(&[w.w1.experts(), w.w3.experts()], inter, d, x, Some(top_k), &b.gate_up)?;

@@ -5,7 +5,8 @@
 
 use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::ops::{
-    Compressor, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, parts_len, top_k_parts,
+    Compressor, FEW_TOKENS, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, parts_len,
+    top_k_parts,
 };
 use crate::error::Result;
 use crate::model::config::{Config, LayerKind};
@@ -101,6 +102,8 @@ pub(super) struct Ffn {
     /// `[rows, top_k]`.
     pub(super) weights: Buffer<f32>,
     pub(super) groups: Grouping,
+    /// Inputs of the experts as Hopper's kernels read them.
+    pub(super) images: Buffer<f32>,
     /// `[rows * top_k, 2 * inter]`, `[rows * top_k, inter]`, `[rows * top_k, D]`.
     pub(super) gate_up: Buffer<u16>,
     pub(super) active: Buffer<u16>,
@@ -200,10 +203,13 @@ impl Ffn {
     fn new(arena: &mut Arena, c: &Config, rows: usize) -> Result<Self> {
         let (d, inter, places) = (c.hidden_size, c.moe_intermediate_size, rows * c.num_experts_per_tok);
         let ids = arena.take("expert ids", places)?;
+        let groups = Grouping::new(arena, ids, c.n_routed_experts)?;
+        let images = if rows > FEW_TOKENS { groups.images_len(d.max(inter)) } else { 0 };
         Ok(Self {
             logits: arena.take("router logits", rows * c.n_routed_experts)?,
             weights: arena.take("expert weights", places)?,
-            groups: Grouping::new(arena, ids, c.n_routed_experts)?,
+            groups,
+            images: arena.take("arranged expert inputs", images)?,
             gate_up: arena.take("expert gates", places * 2 * inter)?,
             active: arena.take("expert activations", places * inter)?,
             routed: arena.take("expert outputs", places * d)?,

@@ -227,7 +227,12 @@ fn attend_alone_by(
     for (i, among) in many.iter().enumerate() {
         wrong += different(&among[among.len() - heads * HEAD_DIM..], &alone[i % 2]);
     }
-    lab.report("attend, alone = among many", format!("{kind:?}, position {position}, window {window}{name}"), wrong, 0.0);
+    lab.report(
+        "attend, alone = among many",
+        format!("{kind:?}, position {position}, window {window}{name}"),
+        wrong,
+        0.0,
+    );
     Ok(())
 }
 
@@ -330,8 +335,10 @@ fn attend_case(
             };
             ops::attend_by(&lab.stream, &a, kernel)?;
             let got: Vec<f32> = lab.get(&out)?.into_iter().map(bf16_value).collect();
-            let shape =
-                format!("{kind:?}, {rows} rows, {heads} heads, window {window}{}{name}", if split { ", split" } else { "" });
+            let shape = format!(
+                "{kind:?}, {rows} rows, {heads} heads, window {window}{}{name}",
+                if split { ", split" } else { "" }
+            );
             if quantise {
                 e4m3_round_trip(&mut plain, 128);
                 lab.report("attend, E4M3 output", &shape, different_bits(&got, &plain), 0.0);

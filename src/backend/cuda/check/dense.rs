@@ -213,12 +213,13 @@ pub(super) fn linear(lab: &mut Lab<'_>) -> Result<()> {
     let shapes: &[(usize, usize)] = if lab.small {
         &[(8, 128), (144, 640)]
     } else {
-        &[(8, 128), (129, 384), (512, 1024), (256, 4096), (384, 7168), (64, 16384)]
+        &[(8, 128), (129, 384), (512, 1024), (256, 4096), (384, 7168), (64, 16384), (4104, 640)]
     };
     let names = ["linear E4M3/E8M0", "linear E4M3/F32", "linear bf16"];
     for (kind, name) in names.into_iter().enumerate() {
         for &(rows, cols) in shapes {
-            let most = if lab.small { 70 } else { 150 };
+            // the last shape has more tiles than a device has multiprocessors
+            let most = if lab.small { 70 } else { 150 + rows / 4000 * 600 };
             lab.clear()?;
             let weights = Weights::new(lab, kind, rows, cols);
             let weight = weights.put(lab)?;
@@ -230,7 +231,16 @@ pub(super) fn linear(lab: &mut Lab<'_>) -> Result<()> {
             let mut alone = Vec::new();
             for tokens in [1, 3, 8, 13, 16, 17, 64, most] {
                 let workspace = lab.output(ops::workspace_len(rows, cols, tokens))?;
-                for workspace in [None, Some(&workspace)] {
+                let mut first = None;
+                // a small workspace: many tokens in several launches
+                let small = workspace.slice(0..ops::images_len(cols, tokens.min(512)))?;
+                for (way, workspace, portable) in [
+                    ("", None, true),
+                    (", cut", Some(&workspace), true),
+                    (", any kernel", Some(&workspace), false),
+                    (", small workspace", Some(&small), false),
+                ] {
+                    lab.gpu.set_portable(portable);
                     let y = lab.output::<f32>(tokens * rows)?;
                     let (x, y_out) = (&d_x, Output::F32(y.clone()));
                     let job = Job {
@@ -245,13 +255,14 @@ pub(super) fn linear(lab: &mut Lab<'_>) -> Result<()> {
                     };
                     ops::linear(&lab.stream, &[job], tokens, workspace)?;
                     let got = lab.get(&y)?;
-                    let shape =
-                        format!("{rows} x {cols}, {tokens} tokens{}", if workspace.is_some() { ", cut" } else { "" });
+                    let shape = format!("{rows} x {cols}, {tokens} tokens{way}");
                     lab.report(name, &shape, distance(&got, &want[..tokens * rows]), SUMS);
                     if tokens == 1 {
                         alone.clone_from(&got);
                     }
                     lab.report("linear, alone = in a batch", &shape, different_bits(&got[..rows], &alone), 0.0);
+                    let reference = first.get_or_insert_with(|| got.clone());
+                    lab.report("linear, one way = another", &shape, different_bits(&got, reference), 0.0);
                 }
             }
         }
@@ -265,10 +276,13 @@ fn bands(lab: &mut Lab<'_>) -> Result<()> {
     let (groups, rank, cols, others) = (4, 128, 512, 40);
     let (weights, plain) = (Weights::new(lab, 0, groups * rank, cols), Weights::new(lab, 2, others, cols));
     let (weight, other) = (weights.put(lab)?, plain.put(lab)?);
-    for tokens in [1, 16, 90] {
+    for (tokens, aligned) in [(1, true), (16, true), (90, true), (90, false), (200, true)] {
         let x = lab.normal_bf16(tokens * groups * cols, 1.0);
         let d_x = lab.put_bf16(&x)?;
-        let (y, z) = (lab.output::<u16>(tokens * groups * rank)?, lab.output::<f32>(tokens * others)?);
+        // a row of outputs that is no multiple of 16 bytes is stored value by value
+        let y_stride = groups * rank + if aligned { 0 } else { 1 };
+        let (y, z) = (lab.output::<u16>(tokens * y_stride)?, lab.output::<f32>(tokens * others)?);
+        let workspace = lab.output::<f32>((groups + 1) * ops::images_len(cols, tokens))?;
         let mut inputs = Vec::new();
         for g in 0..groups {
             inputs.push((d_x.slice(g * cols..d_x.len())?, y.slice(g * rank..y.len())?));
@@ -284,7 +298,7 @@ fn bands(lab: &mut Lab<'_>) -> Result<()> {
                 x,
                 x_stride: groups * cols,
                 y: Output::Bf16(y.clone()),
-                y_stride: groups * rank,
+                y_stride,
             })
             .collect();
         let (y_out, x_stride) = (Output::F32(z.clone()), groups * cols);
@@ -298,8 +312,9 @@ fn bands(lab: &mut Lab<'_>) -> Result<()> {
             y: y_out,
             y_stride: others,
         });
-        ops::linear(&lab.stream, &jobs, tokens, None)?;
+        ops::linear(&lab.stream, &jobs, tokens, Some(&workspace))?;
         let (got, got_other) = (lab.get_bf16(&y)?, lab.get(&z)?);
+        let got: Vec<f32> = got.chunks_exact(y_stride).flat_map(|row| &row[..groups * rank]).copied().collect();
         let all = matrix(weights.format, groups * rank, cols, &weights.data, weights.scales());
         let part = |g: usize| -> Vec<f32> {
             x.chunks_exact(groups * cols).flat_map(|row| &row[g * cols..(g + 1) * cols]).copied().collect()

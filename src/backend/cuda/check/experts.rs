@@ -169,7 +169,8 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
         let w1 = Bank::new(lab, format, experts, inter, hidden)?;
         let w3 = Bank::new(lab, format, experts, inter, hidden)?;
         let w2 = Bank::new(lab, format, experts, hidden, inter)?;
-        for tokens in [1, 2, 40, 200] {
+        let many: &[usize] = if lab.small { &[] } else { &[330, 700] };
+        for &tokens in [1, 2, 40, 200].iter().chain(many) {
             let ids = random_ids(lab, tokens, experts, top_k);
             let groups = grouping(lab, &ids, experts)?;
             ops::group(&lab.stream, &groups)?;
@@ -207,8 +208,11 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
             store_bf16(&mut want_down, true);
 
             let mut first = None;
-            // the number of tokens decides how the work is cut: both ways for the same data
-            for cut in [1, 1000] {
+            let workspace = lab.output(groups.images_len(hidden.max(inter)))?;
+            // the number of tokens and the workspace decide how the work is cut: all ways for the same data
+            for (way, cut, workspace) in
+                [("", 1, None), (", tiles", 1000, None), (", any kernel", 1000, Some(&workspace))]
+            {
                 let (y, z) = (lab.output(places * 2 * inter)?, lab.output(places * hidden)?);
                 let up = Product {
                     matrices: &halves,
@@ -220,7 +224,7 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
                     y: &y,
                     tokens: cut,
                 };
-                ops::expert_product(&lab.stream, &groups, &up)?;
+                ops::expert_product(&lab.stream, &groups, &up, workspace)?;
                 let down = Product {
                     matrices: &single,
                     rows: hidden,
@@ -231,14 +235,14 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
                     y: &z,
                     tokens: cut,
                 };
-                ops::expert_product(&lab.stream, &groups, &down)?;
-                let shape = format!("{format:?}, {tokens} tokens{}", if cut > 1 { ", tiles" } else { "" });
+                ops::expert_product(&lab.stream, &groups, &down, workspace)?;
+                let shape = format!("{format:?}, {tokens} tokens{way}");
                 let (got_up, got_down) = (lab.get_bf16(&y)?, lab.get_bf16(&z)?);
                 lab.report("experts, gate and up", &shape, distance(&got_up, &want_up), NEIGHBOURS);
                 lab.report("experts, down", &shape, distance(&got_down, &want_down), NEIGHBOURS);
                 let both = [got_up, got_down].concat();
                 let reference = first.get_or_insert_with(|| both.clone());
-                lab.report("experts, few = tiles", &shape, different_bits(&both, reference), 0.0);
+                lab.report("experts, one way = another", &shape, different_bits(&both, reference), 0.0);
             }
         }
     }
@@ -265,6 +269,7 @@ pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
         let (up, act, down) =
             (lab.output(places * 2 * inter)?, lab.output(places * inter)?, lab.output(places * hidden)?);
         let y = lab.output::<u16>(tokens * hidden)?;
+        let workspace = lab.output(groups.images_len(hidden.max(inter)))?;
         let once = |lab: &Lab<'_>| -> Result<()> {
             let (s, g) = (&lab.stream, &groups);
             let routing = Routing::Bias(&bias);
@@ -276,11 +281,11 @@ pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
             let (matrices, format) = ([w1.experts(), w3.experts()], ExpertFormat::E2m1);
             let (rows, cols) = (inter, hidden);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product(s, g, &a)?;
+            ops::expert_product(s, g, &a, Some(&workspace))?;
             ops::swiglu(s, &up, &act, inter, Some((&weights, &groups.order)), 10.0, true)?;
             let (matrices, rows, cols) = ([w2.experts()], hidden, inter);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product(s, g, &a)?;
+            ops::expert_product(s, g, &a, Some(&workspace))?;
             ops::combine(s, &down, &x, &groups.places, &y, hidden)
         };
         let was_careful = lab.gpu.is_careful();

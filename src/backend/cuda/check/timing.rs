@@ -214,6 +214,7 @@ fn linear(b: &mut Bench<'_>) -> Result<()> {
         ("wo_b", 4096, 8192),
         ("shared gate+up", 4096, 4096),
         ("wq_a", 1024, 4096),
+        ("compressor bf16", 2048, 4096),
         ("head bf16", 129_280, 4096),
     ];
     for (name, rows, cols) in shapes {
@@ -228,21 +229,21 @@ fn linear(b: &mut Bench<'_>) -> Result<()> {
                 Weight::E4m3 { data: b.codes(rows * cols)?, scales: b.scales(rows.div_ceil(128) * cols / 128)? }
             });
         }
-        for tokens in [1, 8, 16, 64, 4096] {
-            if is_bf16 && tokens > 64 {
+        for tokens in [1, 8, 16, 64, 256, 4096] {
+            if rows > 100_000 && tokens > 64 {
                 continue;
             }
             let x = b.bf16(tokens * cols)?;
             let y = b.out::<u16>(tokens * rows)?;
-            let workspace =
-                if tokens <= 64 { Some(b.out::<f32>(ops::workspace_len(rows, cols, tokens))?) } else { None };
+            let len = if tokens > 64 { ops::images_len(cols, tokens) } else { ops::workspace_len(rows, cols, tokens) };
+            let workspace = b.out::<f32>(len)?;
             let flops = 2.0 * (rows * cols * tokens) as f64;
             let bytes = (size + 2 * tokens * (rows + cols)) as f64;
             b.time(format!("linear {name} {rows}x{cols}, {tokens} tokens"), bytes, flops, n, |stream, i| {
                 let y = Output::Bf16(y.clone());
                 let job =
                     Job { weight: &weights[i], first_row: 0, rows, cols, x: &x, x_stride: cols, y, y_stride: rows };
-                ops::linear(stream, &[job], tokens, workspace.as_ref())
+                ops::linear(stream, &[job], tokens, Some(&workspace))
             })?;
         }
         b.restart()?;
@@ -262,7 +263,7 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
         Ok((b.put(&data)?, b.put(&scales)?))
     };
     let (w1, w3, w2) = (bank(b, inter, D)?, bank(b, inter, D)?, bank(b, D, inter)?);
-    for tokens in [1usize, 8, 64, 4096] {
+    for tokens in [1usize, 8, 64, 256, 4096, 8192] {
         let rounds = if tokens == 1 { 12 } else { 2 };
         let places = tokens * top_k;
         let mut groupings = Vec::new();
@@ -281,6 +282,7 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
         let (up, act, down) = (b.out(places * 2 * inter)?, b.out(places * inter)?, b.out(places * D)?);
         let (shared, y) = (b.bf16(tokens * D)?, b.out(tokens * D)?);
         let weights = b.f32(places)?;
+        let workspace = b.out(groupings[0].images_len(D))?;
         let size = (touched * 3 * inter * D) as f64 * (0.5 + 1.0 / 32.0);
         let flops = 6.0 * (places * inter * D) as f64;
         for g in &groupings {
@@ -290,13 +292,13 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
             let matrices = [Experts { data: &w1.0, scales: &w1.1 }, Experts { data: &w3.0, scales: &w3.1 }];
             let (rows, cols, format) = (inter, D, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product(stream, &groupings[i], &a)
+            ops::expert_product(stream, &groupings[i], &a, Some(&workspace))
         };
         let down_call = |stream: &Stream, i: usize| {
             let matrices = [Experts { data: &w2.0, scales: &w2.1 }];
             let (rows, cols, format) = (D, inter, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product(stream, &groupings[i], &a)
+            ops::expert_product(stream, &groupings[i], &a, Some(&workspace))
         };
         let name = format!("{tokens} tokens, {touched} experts");
         b.time(format!("experts gate+up, {name}"), size * 2.0 / 3.0, flops * 2.0 / 3.0, rounds, up_call)?;

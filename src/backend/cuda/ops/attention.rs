@@ -256,7 +256,8 @@ fn launch_hopper(stream: &Stream, attention: AttentionParams, rows: usize, most_
     let pieces = most_keys.map_or(1, |keys| hopper_pieces(rows * blocks, keys, device));
     let items = rows * blocks * pieces;
     let whole = u32::from(most_keys.is_none());
-    let params = HopperParams { attention, items: word("attention items", items)?, pieces: pieces as u32, whole, pad: 0 };
+    let params =
+        HopperParams { attention, items: word("attention items", items)?, pieces: pieces as u32, whole, pad: 0 };
     let launch = Launch { grid: [items.min(device), 1, 1], block: 512, shared: HOPPER_SHARED };
     // SAFETY: as above.
     unsafe { stream.launch(stream.gpu().kernel("attend_hopper")?, launch, &params)? };

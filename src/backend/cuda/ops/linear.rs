@@ -2,7 +2,7 @@
 
 use super::super::memory::Buffer;
 use super::super::stream::Stream;
-use super::{Launch, Params, at_least, multiple, word};
+use super::{Launch, Params, at_least, multiple, wide, word};
 use crate::error::{Result, bail};
 
 /// Matrices of one launch.
@@ -78,13 +78,13 @@ pub(super) struct Matrix {
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-struct RawJob {
-    weight: Matrix,
+pub(super) struct RawJob {
+    pub(super) weight: Matrix,
     x: u64,
-    y: u64,
+    pub(super) y: u64,
     x_stride: u32,
-    y_stride: u32,
-    y_f32: u32,
+    pub(super) y_stride: u32,
+    pub(super) y_f32: u32,
     first_tile: u32,
 }
 
@@ -132,19 +132,24 @@ pub(super) fn many_shared(block_bytes: usize, scale_bytes: usize) -> usize {
     2 * (TILE[0] * block_bytes + TILE[1] * 256 + scale_bytes) + sums
 }
 
-/// float32 values of workspace that [`linear`] may use for `rows` outputs of `tokens` tokens.
+/// float32 values of workspace that [`linear`] may use for `rows` outputs of `tokens` tokens. Where many tokens are sure to
+/// be many, [`super::images_len`] of each different input is enough.
 pub(crate) fn workspace_len(rows: usize, cols: usize, tokens: usize) -> usize {
-    rows.next_multiple_of(TILE[0]) * tokens.next_multiple_of(TILE[1]) * cols.div_ceil(SLICE)
+    let parts = rows.next_multiple_of(TILE[0]) * tokens.next_multiple_of(TILE[1]) * cols.div_ceil(SLICE);
+    parts.max(wide::images_len(cols, tokens))
 }
 
-/// Runs all `jobs` on the same tokens. `workspace` lets few tokens use the whole device; a smaller one is slower, never
-/// different: sums have one order (`kernels/product.cuh`).
+/// Runs all `jobs` on the same tokens. `workspace` lets few tokens use the whole device, and many tokens the kernels for
+/// Hopper; a smaller one is slower, never different: sums have one order (`kernels/product.cuh`).
 pub(crate) fn linear(stream: &Stream, jobs: &[Job<'_>], tokens: usize, workspace: Option<&Buffer<f32>>) -> Result<()> {
     if tokens == 0 {
         return Ok(());
     }
     if tokens <= FEW {
         return few(stream, jobs, tokens);
+    }
+    if let Some(workspace) = workspace.filter(|w| wide::suits(stream, jobs, tokens, w)) {
+        return wide::linear(stream, jobs, tokens, workspace);
     }
     // a kernel a kind of storage
     let is_bf16 = |job: &&Job<'_>| matches!(job.weight, Weight::Bf16(_));
@@ -213,7 +218,7 @@ impl LinearParams {
     }
 }
 
-fn check(job: &Job<'_>, tokens: usize) -> Result<RawJob> {
+pub(super) fn check(job: &Job<'_>, tokens: usize) -> Result<RawJob> {
     multiple("the columns of a weight matrix", job.cols, 128)?;
     multiple("the stride of a product's input", job.x_stride, 8)?;
     let last = job.first_row + job.rows;

@@ -10,8 +10,11 @@ mod indexer;
 mod linear;
 mod moe;
 mod norm;
+mod wide;
 
-pub(crate) use attention::{Attention, AttentionKernel, Entries, Path as AttentionPath, attend, attend_by, hopper_kernels};
+pub(crate) use attention::{
+    Attention, AttentionKernel, Entries, Path as AttentionPath, attend, attend_by, hopper_kernels,
+};
 pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
 pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
 pub(crate) use indexer::{
@@ -19,9 +22,10 @@ pub(crate) use indexer::{
 };
 pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
 pub(crate) use moe::{
-    ExpertFormat, Experts, Grouping, Product, Route, Routing, combine, expert_product, group, route, swiglu,
+    ExpertFormat, Experts, FEW_TOKENS, Grouping, Product, Route, Routing, combine, expert_product, group, route, swiglu,
 };
 pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations, watch, watch_f32};
+pub(crate) use wide::images_len;
 
 use super::memory::{Buffer, Plain};
 use super::stream::{Launch, Params};

@@ -3,14 +3,14 @@
 use super::super::memory::{Arena, Buffer};
 use super::super::stream::Stream;
 use super::linear::{few_rows, few_shared, many_shared};
-use super::{Launch, Params, address, at_least, exact, multiple, rows, word};
+use super::{Launch, Params, address, at_least, exact, multiple, rows, wide, word};
 use crate::error::{Result, bail};
 
 /// Limits of the kernels' registers and shared memory.
 const MAX_EXPERTS: usize = 512;
 const MAX_TOP_K: usize = 16;
 /// Tokens up to which one block a (row tile, expert) is used instead of tiles of 64 places.
-const FEW_TOKENS: usize = 64;
+pub(crate) const FEW_TOKENS: usize = 64;
 
 /// How experts are chosen.
 pub(crate) enum Routing<'a> {
@@ -132,7 +132,7 @@ impl Grouping {
         })
     }
 
-    fn most_tiles(&self) -> usize {
+    pub(super) fn most_tiles(&self) -> usize {
         self.ids.len().div_ceil(64) + self.experts
     }
 }
@@ -208,22 +208,22 @@ pub(crate) enum ExpertFormat {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct ExpertParams {
-    data: [u64; 2],
-    scales: [u64; 2],
-    x: u64,
-    order: u64,
-    bounds: u64,
+pub(super) struct ExpertParams {
+    pub(super) data: [u64; 2],
+    pub(super) scales: [u64; 2],
+    pub(super) x: u64,
+    pub(super) order: u64,
+    pub(super) bounds: u64,
     active: u64,
-    tile_expert: u64,
-    tile_first: u64,
-    totals: u64,
-    y: u64,
-    halves: u32,
-    rows: u32,
-    cols: u32,
-    top_k: u32,
-    format: u32,
+    pub(super) tile_expert: u64,
+    pub(super) tile_first: u64,
+    pub(super) totals: u64,
+    pub(super) y: u64,
+    pub(super) halves: u32,
+    pub(super) rows: u32,
+    pub(super) cols: u32,
+    pub(super) top_k: u32,
+    pub(super) format: u32,
     pad: u32,
 }
 // SAFETY: mirrors `ExpertParams`.
@@ -231,7 +231,15 @@ unsafe impl Params for ExpertParams {}
 
 /// The grouped product of all assignments with their experts' weights. The addresses in `matrices` must be those of
 /// matrices of the given shape, which is the caller's promise.
-pub(crate) fn expert_product(stream: &Stream, g: &Grouping, a: &Product<'_>) -> Result<()> {
+///
+/// `workspace`, of [`Grouping::images_len`] of the columns, lets many tokens use the kernels for Hopper; without it, or with
+/// a smaller one, the product is slower, never different.
+pub(crate) fn expert_product(
+    stream: &Stream,
+    g: &Grouping,
+    a: &Product<'_>,
+    workspace: Option<&Buffer<f32>>,
+) -> Result<()> {
     multiple("the rows of an expert", a.rows, 128)?;
     multiple("the columns of an expert", a.cols, 128)?;
     let (halves, places) = (a.matrices.len(), g.ids.len());
@@ -269,6 +277,12 @@ pub(crate) fn expert_product(stream: &Stream, g: &Grouping, a: &Product<'_>) -> 
         },
         pad: 0,
     };
+    if a.tokens > FEW_TOKENS
+        && let Some(workspace) = workspace.filter(|w| wide::suits_experts(stream, g, a.cols, w))
+    {
+        // SAFETY: sizes checked above; the experts' addresses are the caller's promise.
+        return unsafe { wide::experts(stream, g, &params, workspace) };
+    }
     let (outputs, e2m1) = (halves * a.rows, a.format == ExpertFormat::E2m1);
     let (name, launch) = if a.tokens <= FEW_TOKENS {
         let grid = [outputs / few_rows(a.cols), g.experts.min(places), 1];
