@@ -17,8 +17,9 @@ use std::sync::Arc;
 const CHUNK: usize = 512;
 /// Tokens of a model without passages.
 const RANDOM: usize = 600;
-/// Largest median and 90th percentile of a half layer's relative error, as for goldens (tests/goldens/README.md), unless
-/// twice what the noise of other float32 sums does is more: in wide layers a last bit turns more roundings.
+/// Largest median and 90th percentile of a half layer's relative error: what goldens allow (tests/goldens/README.md), which
+/// is for tiles of attention and the small dimensions of goldens, and twice what the noise of other float32 sums does: in
+/// wide layers it turns more roundings.
 const FLOORS: [(&str, f64); 3] = [("o", 2.5e-3), ("streams_mid", 1e-2), ("streams_from_mid", 1e-3)];
 
 fn folder() -> PathBuf {
@@ -89,7 +90,7 @@ fn check_half_layers(test: &str, numerics: Numerics) {
                 continue;
             }
             let (errors, of_noise) = (errors[i], yardsticks[i]);
-            let (p50, p90) = (f64::max(floor, 2.0 * of_noise.p50), f64::max(floor, 2.0 * of_noise.p90));
+            let (p50, p90) = (floor + 2.0 * of_noise.p50, floor + 2.0 * of_noise.p90);
             let kind = cpu.model().config().layers[layer];
             let line = format!("{numerics} layer {layer} ({kind:?}) {name}: {errors}; noise of other sums: {of_noise}");
             eprintln!("{line}");

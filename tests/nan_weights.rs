@@ -110,7 +110,7 @@ fn layer_of(name: &str) -> &str {
 fn is_numeric(result: Result<(), Error>, what: &str) {
     let e = result.expect_err(what);
     assert_eq!(e.kind(), ErrorKind::Numeric, "{what}: {e}");
-    let names_a_place = ["layer", "logit", "hc_"].iter().any(|part| e.message().contains(part));
+    let names_a_place = ["layer", "logit", "hc_", "element"].iter().any(|part| e.message().contains(part));
     assert!(names_a_place && e.message().contains("verify --scan"), "{what}: {e}");
 }
 

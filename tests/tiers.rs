@@ -102,7 +102,9 @@ fn what_was_driven_out_comes_back_from_host_memory() {
     assert_eq!(ask(&engine, 1), (cold(1), REUSED));
     assert_eq!(engine.cache_stats().hit_tokens - before, REUSED, "{:?}", engine.cache_stats());
     let stats = stats(&engine);
-    assert!(stats.host_hits >= 2 && stats.disk_hits == 0 && stats.wait_nanos > 0, "{stats:?}");
+    // a device's slabs are coarse and may have kept a part of it
+    let least = if subject::device().is_some() { 1 } else { 2 };
+    assert!(stats.host_hits >= least && stats.disk_hits == 0 && stats.wait_nanos > 0, "{stats:?}");
 }
 
 #[test]
@@ -298,6 +300,8 @@ fn the_write_limits_hold() {
 
 #[test]
 fn a_full_disk_is_counted_and_leaves_no_partial_file() {
+    // the child could not write the model
+    nano();
     let folder = tempfile::tempdir().unwrap();
     let child = Command::new("sh")
         .args(["-c", "trap '' XFSZ; ulimit -f 20; exec \"$0\" \"$@\""])
