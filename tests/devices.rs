@@ -6,22 +6,17 @@
 
 mod common;
 
-use common::metrics::{Errors, argmax, logsumexp};
+use common::metrics::{argmax, logsumexp};
 use common::{shared, subject};
-use dsv4::research::{self, Lab, Probe};
+use dsv4::research;
 use dsv4::{DeviceChoice, Engine, EngineOptions, Markup, Model, Numerics};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Tokens that go through a layer at once.
+/// Tokens that go through the model at once.
 const CHUNK: usize = 512;
 /// Tokens of a model without passages.
 const RANDOM: usize = 600;
-/// Largest median and 90th percentile of a half layer's relative error: what goldens allow (tests/goldens/README.md), which
-/// is for tiles of attention and the small dimensions of goldens, and twice what the noise of other float32 sums does: in
-/// wide layers it turns more roundings.
-const FLOORS: [(&str, f64); 3] = [("o", 2.5e-3), ("streams_mid", 1e-2), ("streams_from_mid", 1e-3)];
-
 fn folder() -> PathBuf {
     std::env::var_os("DSV4_TEST_MODEL")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4"), PathBuf::from)
@@ -68,97 +63,16 @@ fn texts(model: &Model) -> Vec<Vec<u32>> {
     files.iter().map(text).collect()
 }
 
-/// Rows of a record.
-fn rows(probe: &Probe, layer: usize, name: &str) -> Vec<Vec<f32>> {
-    let record = probe.get(layer, name).unwrap_or_else(|| panic!("layer {layer} has no {name}"));
-    record.values.chunks(record.values.len() / record.shape[0]).map(<[f32]>::to_vec).collect()
-}
-
 fn check_half_layers(test: &str, numerics: Numerics) {
-    let Some([cpu, device]) = pair(test, numerics) else { return };
-    let options = EngineOptions { device: DeviceChoice::Cpu, ..cpu.options().clone() };
-    let other = research::engine_with_noise(cpu.model(), options).expect("an engine");
-    let texts = texts(cpu.model());
-    // the yardstick needs no more than a passage
-    let yardstick = compare(&cpu, &other, &texts[..1]);
-    let compared = compare(&cpu, &device, &texts);
-    let mut failed = Vec::new();
-    for (layer, (errors, yardsticks)) in compared.layers.iter().zip(&yardstick.layers).enumerate() {
-        for (i, (name, floor)) in FLOORS.into_iter().enumerate() {
-            // served numerics round the device's output before it can be seen
-            if name == "o" && numerics == Numerics::Served {
-                continue;
-            }
-            let (errors, of_noise) = (errors[i], yardsticks[i]);
-            let (p50, p90) = (floor + 2.0 * of_noise.p50, floor + 2.0 * of_noise.p90);
-            let kind = cpu.model().config().layers[layer];
-            let line = format!("{numerics} layer {layer} ({kind:?}) {name}: {errors}; noise of other sums: {of_noise}");
-            eprintln!("{line}");
-            if errors.p50 > p50 || errors.p90 > p90 {
-                failed.push(line);
-            }
-        }
-    }
-    let (other, all) = compared.routes;
-    eprintln!("{numerics}: {other} of {all} routes differ");
-    assert!(failed.is_empty(), "half layers beyond the rule:\n{}", failed.join("\n"));
-    assert!(other * 500 <= all, "{other} of {all} routes differ");
-}
-
-/// What one engine computed and what another did, row by row.
-type Pairs = Vec<(Vec<f32>, Vec<f32>)>;
-
-/// How far one engine's half layers are from another's on the same inputs.
-struct Compared {
-    /// The attention output, the streams in the middle, and the streams that the second half makes of given ones.
-    layers: Vec<[Errors; 3]>,
-    /// Tokens with other experts, and all.
-    routes: (usize, usize),
-}
-
-fn compare(cpu: &Arc<Engine>, device: &Arc<Engine>, texts: &[Vec<u32>]) -> Compared {
-    let config = cpu.model().config();
-    let width = config.hc_mult * config.hidden_size;
-    let mut pairs: Vec<[Pairs; 3]> = (0..config.num_hidden_layers).map(|_| Default::default()).collect();
-    let mut routes = (0, 0);
-    for text in texts {
-        let [mut on_cpu, mut on_device] = [cpu, device].map(|engine| Lab::new(engine).expect("a lab"));
-        for ids in text.chunks(CHUNK) {
-            let mut x = on_cpu.embed(ids).expect("the embedding");
-            assert_eq!(on_device.embed(ids).expect("the embedding"), x, "embeddings are copies");
-            for (layer, pairs) in pairs.iter_mut().enumerate() {
-                let [mut want, mut got, mut want_ffn, mut got_ffn] = [(); 4].map(|()| Probe::on());
-                let out = on_cpu.run_layer(layer, &x, ids, &mut want).expect("the layer runs");
-                on_device.run_layer(layer, &x, ids, &mut got).expect("the layer runs");
-                for (i, name) in ["o", "streams_mid"].into_iter().enumerate() {
-                    pairs[i].extend(rows(&got, layer, name).into_iter().zip(rows(&want, layer, name)));
-                }
-                let mid: Vec<f32> = rows(&want, layer, "streams_mid").concat();
-                let want = on_cpu.run_ffn_half(layer, &mid, ids, &mut want_ffn).expect("the half runs");
-                let got = on_device.run_ffn_half(layer, &mid, ids, &mut got_ffn).expect("the half runs");
-                let ids = |probe: &Probe| rows(probe, layer, "router_ids");
-                for ((got, want), ids) in
-                    got.chunks(width).zip(want.chunks(width)).zip(ids(&got_ffn).iter().zip(ids(&want_ffn)))
-                {
-                    let sorted = |ids: &[f32]| {
-                        let mut ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
-                        ids.sort_unstable();
-                        ids
-                    };
-                    routes.1 += 1;
-                    // a near tie of the router goes one way or the other
-                    if sorted(ids.0) == sorted(&ids.1) {
-                        pairs[2].push((got.to_vec(), want.to_vec()));
-                    } else {
-                        routes.0 += 1;
-                    }
-                }
-                x = out;
-            }
-        }
-    }
-    let errors = |pairs: &Pairs| Errors::of(pairs.iter().map(|(got, want)| (&got[..], &want[..])));
-    Compared { layers: pairs.iter().map(|pairs| pairs.each_ref().map(errors)).collect(), routes }
+    let Some(device) = subject::device() else {
+        return shared::say(&format!("SKIPPED {test}: no device (set DSV4_TEST_DEVICE)"));
+    };
+    let model = Model::open(folder()).expect("the model opens");
+    let halves = research::compare_halves(&model, device, numerics, &texts(&model)).expect("both compute");
+    halves.layers.iter().for_each(|half| eprintln!("{numerics} {half:?}"));
+    eprintln!("{numerics}: {} of {} routes differ", halves.other_routes, halves.routes);
+    let failed: Vec<_> = halves.layers.iter().filter(|half| !half.passed()).collect();
+    assert!(halves.passed(), "half layers beyond the rule: {failed:#?}");
 }
 
 #[test]

@@ -2,25 +2,39 @@
 
 #![forbid(unsafe_code)]
 
+use std::path::PathBuf;
+use std::sync::Arc;
+
 use dsv4::backend::cuda::{SelfTestOptions, self_test, timings};
 use dsv4::backend::{cuda_devices, cuda_kernels};
-use dsv4::{DeviceChoice, ErrorKind};
+use dsv4::{DeviceChoice, ErrorKind, Model, Numerics, TokenId, research};
 
 use crate::failure::{Failure, Result};
+use crate::number::between;
 use crate::output::{self, note};
 
 const EXAMPLES: &str = "\
 Runs every GPU operation against the CPU's on random data: one line each on
-standard output, then a summary. Attach the output to a bug report. The exit code
-is 1 if anything fails.
+standard output, then a summary. Given a model, also every half layer of it, in the
+numerics reference and served, on random tokens; limits are what other orders of
+float32 sums change. Attach the output to a bug report. The exit code is 1 if
+anything fails.
 
-Example:
-  dsv4 selftest --device cuda:0";
+Examples:
+  dsv4 selftest --device cuda:0
+  dsv4 selftest examples/models/tiny-v4 --only nothing    the model alone";
 
 /// Compare every GPU operation with the CPU's
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
+    /// Checkpoint folder of a model whose half layers are compared too
+    model: Option<PathBuf>,
+
+    /// Tokens that the model's half layers are compared on
+    #[arg(long, value_name = "N", default_value_t = 300, value_parser = between([1, 65_536]), requires = "model")]
+    tokens: u64,
+
     /// The GPU: cuda or cuda:N
     #[arg(long, default_value_t = DeviceChoice::Cuda(0))]
     device: DeviceChoice,
@@ -88,6 +102,44 @@ pub(crate) fn run(args: &Args) -> Result {
         }
         other => other?,
     };
+    let mut halves_passed = true;
+    if let Some(model) = &args.model {
+        let model = Model::open(model)?;
+        for numerics in [Numerics::Reference, Numerics::Served] {
+            let (count, wrong) = halves(args, &model, numerics, seed)?;
+            (checks, failed) = (checks + count, failed + wrong);
+            halves_passed &= wrong == 0;
+        }
+    }
     output::line(format_args!("{checks} checks, {failed} failed, seed {seed}"))?;
-    if passed { Ok(()) } else { Err(Failure::Findings) }
+    if passed && halves_passed { Ok(()) } else { Err(Failure::Findings) }
+}
+
+/// Compares the model's half layers; how many comparisons there were, and how many failed.
+fn halves(args: &Args, model: &Arc<Model>, numerics: Numerics, seed: u64) -> Result<(usize, usize)> {
+    let vocab = model.config().vocab_size as u64;
+    let id = |i: u64| ((i + seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 24) % vocab;
+    let text: Vec<TokenId> = (0..args.tokens).map(|i| id(i) as TokenId).collect();
+    let halves = research::compare_halves(model, args.device, numerics, &[text])?;
+    let verdict = |passed| if passed { "ok" } else { "FAILED" };
+    for half in &halves.layers {
+        if args.quiet && half.passed() {
+            continue;
+        }
+        let (what, shape) = (format!("{numerics}, {}", half.what), format!("layer {} ({:?})", half.layer, half.kind));
+        output::line(format_args!(
+            "{:6} {what:34} {shape:40} median {:.2e} limit {:.2e}, 90th percentile {:.2e} limit {:.2e}, {:.0} % equal",
+            verdict(half.passed()),
+            half.error.p50,
+            half.limit[0],
+            half.error.p90,
+            half.limit[1],
+            100.0 * half.error.equal
+        ))?;
+    }
+    let wrong = halves.layers.iter().filter(|half| !half.passed()).count();
+    let routes = halves.passed() || wrong > 0;
+    let shape = format!("{} of {}", halves.other_routes, halves.routes);
+    output::line(format_args!("{:6} {:34} {shape}", verdict(routes), format!("{numerics}, other experts")))?;
+    Ok((halves.layers.len() + 1, wrong + usize::from(!routes)))
 }

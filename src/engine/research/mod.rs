@@ -1,6 +1,9 @@
 //! Single layers on given inputs, with every intermediate recorded: for tests against golden vectors and for research.
 //! Not part of the stable interface.
 
+mod halves;
+mod timing;
+
 use std::sync::Arc;
 
 use crate::cache::{BLOCK_TOKENS, Block, CacheLayout, CacheManager, CacheOptions, KvFormat, SequenceCache};
@@ -11,6 +14,8 @@ use crate::model::deepseek_v4::{LogitRows, Segment};
 
 use super::{Device, Engine, EngineOptions};
 
+pub use self::halves::{HalfLayer, Halves, Spread, compare_halves};
+pub use self::timing::Timing;
 pub use crate::model::Rounding;
 pub use crate::model::deepseek_v4::{Probe, Record};
 
@@ -269,45 +274,4 @@ pub fn batch(engine: &Arc<Engine>, prompts: &[&[u32]]) -> Result<Vec<Vec<f32>>> 
     let tokens: Vec<[u32; 1]> = first.chunks_exact(vocab).map(best).collect();
     let tokens: Vec<&[u32]> = tokens.iter().map(|t| &t[..]).collect();
     Ok(step(&tokens)?.chunks_exact(vocab).map(<[f32]>::to_vec).collect())
-}
-
-/// Times of steps behind a long context, for benchmarks.
-pub struct Timing {
-    engine: Arc<Engine>,
-    cache: SequenceCache,
-}
-
-impl Timing {
-    /// A sequence of `context` tokens, a multiple of 256: `ids`, 256 of them, are computed, and their pages are copied.
-    pub fn behind(engine: &Arc<Engine>, context: usize, ids: &[u32]) -> Result<Self> {
-        if !context.is_multiple_of(BLOCK_TOKENS) || ids.len() != BLOCK_TOKENS {
-            bail!(InvalidArgument, "{context} tokens of context and {} ids; multiples of {BLOCK_TOKENS}", ids.len());
-        }
-        let mut timing = Self { engine: Arc::clone(engine), cache: engine.new_cache(0)? };
-        if context > 0 {
-            for ids in ids.chunks(engine.options().prefill_chunk) {
-                timing.step(ids)?;
-            }
-            timing.cache.repeat_last_block(context / BLOCK_TOKENS - 1)?;
-        }
-        Ok(timing)
-    }
-
-    /// Takes `ids` through the model and keeps them; the logits behind the last are computed.
-    pub fn step(&mut self, ids: &[u32]) -> Result<()> {
-        self.engine.step(&mut self.cache, ids, LogitRows::Last, &mut |_| Ok(())).map(drop)
-    }
-
-    /// Microseconds of each layer, and of the head, in a step of `ids`, which are not kept. The indexer works on a second
-    /// stream if `side` is set, as it does otherwise.
-    pub fn layers(&mut self, ids: &[u32], side: bool) -> Result<Vec<f64>> {
-        let staged = self.cache.stage(ids.len())?;
-        let mut segments = [Segment { cache: &self.cache, staged, tokens: ids }];
-        #[cfg(feature = "cuda")]
-        if let Device::Gpu(gpu) = &self.engine.device {
-            return gpu.layer_times(&mut segments, side);
-        }
-        let _ = (&mut segments, side);
-        bail!(Unsupported, "layers are timed on GPUs only")
-    }
 }
