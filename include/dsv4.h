@@ -736,6 +736,9 @@ typedef struct dsv4_engine_info {
     uint32_t threads;
     // Most tokens that go through the model at once.
     uint32_t prefill_chunk;
+    // Name of the device for people: `"cpu"`, or that of a GPU, for example `"NVIDIA H200"`; ends with a NUL, cut if it is
+    // longer.
+    char device[64];
 } dsv4_engine_info;
 
 // Sets every default in `options`, a struct of `size` bytes. Use `dsv4_engine_options_init`, which passes the size as
@@ -1705,7 +1708,8 @@ typedef struct dsv4_plan {
     uint64_t rollback_token_bytes;
     // Windows of the draft module's layers, per session; not part of the other figures.
     uint64_t draft_window_bytes;
-    // The limit of the engine's cache that the next two are for.
+    // The limit of the engine's cache that the next two are for. On a GPU set `cache_bytes`: how much of its memory is free
+    // is known when the engine is made.
     uint64_t cache_bytes;
     // Tokens of the longest session that fits under the limit alone.
     uint64_t longest_context;

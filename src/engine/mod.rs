@@ -107,6 +107,11 @@ impl Engine {
         self.cpu.pool.threads()
     }
 
+    /// Name of the device for people: `cpu`, or that of a GPU.
+    pub fn device_name(&self) -> &str {
+        self.device.name()
+    }
+
     /// Name of the CPU instruction set in use.
     pub fn simd(&self) -> &'static str {
         self.cpu.simd.level().name()

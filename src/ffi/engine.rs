@@ -213,6 +213,9 @@ pub struct dsv4_engine_info {
     pub threads: u32,
     /// Most tokens that go through the model at once.
     pub prefill_chunk: u32,
+    /// Name of the device for people: `"cpu"`, or that of a GPU, for example `"NVIDIA H200"`; ends with a NUL, cut if it is
+    /// longer.
+    pub device: [c_char; 64],
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -382,7 +385,9 @@ fn describe(engine: &Engine) -> dsv4_engine_info {
         kv_format: kv_format_number(engine.kv_format()),
         threads: engine.threads() as u32,
         prefill_chunk: options.prefill_chunk as u32,
+        device: [0; 64],
     };
     copy_text(engine.simd(), &mut info.simd);
+    copy_text(engine.device_name(), &mut info.device);
     info
 }

@@ -8,7 +8,7 @@ use super::guard::guard;
 use super::model::dsv4_model;
 use super::status::{dsv4_error, dsv4_status};
 use crate::cache::CachePlan;
-use crate::engine::EngineOptions;
+use crate::engine::{DeviceChoice, EngineOptions};
 use crate::error::{Result, bail};
 use crate::model::Model;
 use crate::weights::Category;
@@ -53,7 +53,8 @@ pub struct dsv4_plan {
     pub rollback_token_bytes: u64,
     /// Windows of the draft module's layers, per session; not part of the other figures.
     pub draft_window_bytes: u64,
-    /// The limit of the engine's cache that the next two are for.
+    /// The limit of the engine's cache that the next two are for. On a GPU set `cache_bytes`: how much of its memory is free
+    /// is known when the engine is made.
     pub cache_bytes: u64,
     /// Tokens of the longest session that fits under the limit alone.
     pub longest_context: u64,
@@ -104,7 +105,8 @@ fn make(model: &Model, options: &EngineOptions, context: usize) -> Result<dsv4_p
     let bytes = |wanted: &[Category]| {
         inventory.by_category.iter().filter(|(c, _)| wanted.contains(c)).map(|(_, share)| share.bytes).sum()
     };
-    let cache = CachePlan::new(model.config(), options.kv_format(), context, options.cache_limit());
+    let plan = if options.device == DeviceChoice::Cpu { CachePlan::new } else { CachePlan::in_page_memory };
+    let cache = plan(model.config(), options.kv_format(), context, options.cache_limit());
     Ok(dsv4_plan {
         size: size_of::<dsv4_plan>(),
         weight_bytes: inventory.total.bytes,

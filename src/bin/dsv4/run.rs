@@ -5,7 +5,10 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Generation, Markup, Model, Sampler, Session, TokenId};
+use dsv4::{
+    DeviceChoice, Engine, Error, ErrorKind, Finish, GenerateOptions, Generation, Markup, Model, Sampler, Session,
+    TokenId,
+};
 
 use crate::args::{ContextArgs, EngineArgs, SamplingArgs, SessionArgs};
 use crate::failure::{Failure, Result};
@@ -242,10 +245,14 @@ impl Stats {
             Some(Finish::ContextFull) => "context full",
             None => "interrupted",
         };
+        let device = match engine.options().device {
+            DeviceChoice::Cpu => format!("{} threads, {}", engine.threads(), engine.simd()),
+            device @ DeviceChoice::Cuda(_) => format!("{device} ({})", engine.device_name()),
+        };
         let break_line = if std::io::stderr().is_terminal() { "\n" } else { "" };
         output::note(format_args!(
             "{break_line}prompt: {} tokens, {} of them reused, {} tokens/s computed\noutput: {} tokens, {} tokens/s, ended by {end}\ncache: {} for {} \
-             tokens\nengine: {}, {} threads, {}, {} cache",
+             tokens\nengine: {} on {device}, {} cache",
             self.prompt,
             self.reused,
             per_second((self.prompt - self.reused) as f64, self.prefill),
@@ -254,8 +261,6 @@ impl Stats {
             output::size(cache.window + cache.state + cache.pages),
             session.position(),
             engine.options().numerics,
-            engine.threads(),
-            engine.simd(),
             engine.kv_format(),
         ));
     }
