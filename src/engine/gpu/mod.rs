@@ -220,6 +220,9 @@ impl GpuEngine {
         }
         let key = PagesKey::new(segments);
         let tables = Tables::new(segments, &wanted_rows(rows, segments), &key, self.plan.small_words)?;
+        if tables.words.len() > self.plan.small_words {
+            bail!(InvalidArgument, "a step of {} sequences: too many for its tables", segments.len());
+        }
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let Queue { stream, side, scratch, words, resident, graphs, host } = &mut *queue;
         stream.write(&words.slice(0..tables.words.len())?, &tables.words)?;
