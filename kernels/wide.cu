@@ -230,11 +230,6 @@ struct Wide {
   static constexpr int BYTES = BARRIERS_AT + 16 * (WEIGHT_STAGES + INPUT_STAGES);
 };
 
-template <bool VALUE>
-struct Bool {
-  static constexpr bool value = VALUE;
-};
-
 // A tile: rows `row`.. of `m`, `count` tokens.
 struct Tile {
   Matrix m;
@@ -365,8 +360,7 @@ __device__ __forceinline__ void consume(u32 blocks, u8* shared, u32 base, Ring<W
     decode(s);
     if ((s + 1) % F::STEPS == 0) load((s + 1) / F::STEPS);
   }
-  auto one_block = [&](u32 block, auto last) {
-    constexpr bool IS_LAST = decltype(last)::value;
+  auto one_block = [&](u32 block, bool is_last) {
     inputs.wait_full();
     const u32 stage = W::INPUTS_AT + inputs.stage * W::INPUTS, empty = inputs.empty();
     const float scale = *reinterpret_cast<const float*>(shared + stage + W::SCALE_AT);
@@ -378,14 +372,14 @@ __device__ __forceinline__ void consume(u32 blocks, u8* shared, u32 base, Ring<W
       step(part, a[s % (2 * AHEAD)], b + s * (STEP_BYTES >> 4), s > 0);
       commit_steps();
       const int next = (s + AHEAD) % STEPS;
-      if (IS_LAST && s + AHEAD >= STEPS) continue;
+      if (is_last && s + AHEAD >= STEPS) continue;
       wait_steps<AHEAD>();
       decode(next);
       if ((next + 1) % F::STEPS) continue;
       if (next + 1 == STEPS) {
         arrive_warp(weights.empty());
         weights.advance();
-        if (IS_LAST) continue;
+        if (is_last) continue;
         weights.wait_full();
       }
       load((next + 1) % STEPS / F::STEPS);
@@ -394,18 +388,18 @@ __device__ __forceinline__ void consume(u32 blocks, u8* shared, u32 base, Ring<W
     arrive_warp(empty);
 #pragma unroll
     for (int i = 0; i < VALUES; i++) acc[i] = fmaf(part[i], scale, acc[i]);
-    if (IS_LAST || block % (SLICE / BLOCK) == SLICE / BLOCK - 1) {
+    if (is_last || block % (SLICE / BLOCK) == SLICE / BLOCK - 1) {
       const bool is_first = block < SLICE / BLOCK;
 #pragma unroll
       for (int i = 0; i < VALUES; i++) {
         const float sum = __fadd_rn(is_first ? 0.0f : totals[i * 128], __fmul_rn(acc[i], F::FACTOR));
-        if (!IS_LAST) totals[i * 128] = sum;
-        acc[i] = IS_LAST ? sum : 0.0f;
+        if (!is_last) totals[i * 128] = sum;
+        acc[i] = is_last ? sum : 0.0f;
       }
     }
   };
-  for (u32 block = 0; block + 1 < blocks; block++) one_block(block, Bool<false>());
-  one_block(blocks - 1, Bool<true>());
+  for (u32 block = 0; block + 1 < blocks; block++) one_block(block, false);
+  one_block(blocks - 1, true);
 
   Tile tile;
   again(tile);
