@@ -1,6 +1,6 @@
 // Products y = W x with weights in checkpoint storage, on the matrix units, for a few tokens or many.
 //
-// Order of sums, the same in every kernel here, so that an output's bits depend on its weight row and input row alone:
+// Order of sums, the same in every kernel here and in wide.cu, so that an output's bits depend on its two rows alone:
 // a block of 128 columns is one chain of m16n8k16 instructions; blocks are scaled and added in order within a slice of
 // 512 columns; slices are added in order. How many tokens, rows or slices a thread block takes is therefore free.
 //

@@ -1,14 +1,15 @@
 // Products of many tokens on Hopper's asynchronous matrix unit (wgmma). Exists for sm_90a alone.
 //
-// The sums are those of product.cuh, step by step: the same 16 columns in a step, the same chain of eight steps a block,
-// the same slices. So the bits are those of the portable kernels, and a launcher may take either. That is possible since
-// the unit adds the 16 products of a step as one, in no order, as mma.sync does there; the self-test would notice.
+// The sums are those of product.cuh, step by step: the same 16 columns in a step, the same eight steps a block, the same
+// slices. So the bits are those of the portable kernels, and a launcher may take either. That is possible as the unit
+// adds the 16 products of a step as one, in no order, as mma.sync does there; the self-test would notice.
 //
 // arrange: writes the inputs in the order in which the steps take them, as images: [64 tokens, 128 columns] of 16 KB as
 // 8 groups of 8 tokens, [8 steps, 2 halves, 8 tokens, 8 columns] each, which one copy brings to shared memory.
 // linear_wide, expert_wide: one block a multiprocessor walks over tiles of 128 rows and up to 128 tokens. One warpgroup
 // copies weights as they are stored, one thread images; two warpgroups of 64 rows each decode weights to registers
 // (operand A) while the unit works on the steps before.
+#include "hopper.cuh"
 #include "product.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -118,16 +119,6 @@ extern "C" __global__ void __launch_bounds__(256) arrange_experts(const __grid_c
 
 // ---- barriers and copies ----
 
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void arrive_warp(u32 barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive(barrier);
-}
 __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -135,75 +126,54 @@ __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void arrive_with_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra passed;\nbra again;\npassed:\n}" ::"r"(barrier), "r"(parity)
-      : "memory");
-}
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-template <int ID>
-__device__ __forceinline__ void meet(u32 group) {  // of the 128 threads of a warpgroup
-  asm volatile("bar.sync %0, 128;" ::"r"(ID + group) : "memory");
-}
+// the 128 threads of a warpgroup
+__device__ __forceinline__ void meet(u32 group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 
 // ---- the matrix unit ----
 
-__device__ __forceinline__ void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_steps() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait_steps() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 // inputs of a step in shared memory: rows of 16 bytes, 8 tokens together, halves and groups apart
 __device__ __forceinline__ u64 step_inputs(u32 address) {
   return u64(address >> 4) | u64(HALF_BYTES >> 4) << 16 | u64(GROUP_BYTES >> 4) << 32;
 }
 
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-
 // d (+)= a b: 64 rows of the warpgroup, twice as many tokens as `d` has values
 __device__ __forceinline__ void step(float (&d)[64], const u32 (&a)[4], u64 b, bool adds) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-      "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
-      "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;\n}"
-      : D16(0), D16(16), D16(32), D16(48)
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PLACES_64 "}"
+      ", {%64, %65, %66, %67}, %68, adds, 1, 1, 0;\n}"
+      : ACCUMULATORS_64(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
 }
 __device__ __forceinline__ void step(float (&d)[48], const u32 (&a)[4], u64 b, bool adds) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %53, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-      "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47}"
-      ", {%48,%49,%50,%51}, %52, p, 1, 1, 0;\n}"
-      : D16(0), D16(16), D16(32)
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %53, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" PLACES_32 ", "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}"
+      ", {%48, %49, %50, %51}, %52, adds, 1, 1, 0;\n}"
+      : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
 }
 __device__ __forceinline__ void step(float (&d)[32], const u32 (&a)[4], u64 b, bool adds) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-      "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
-      : D16(0), D16(16)
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PLACES_32 "}"
+      ", {%32, %33, %34, %35}, %36, adds, 1, 1, 0;\n}"
+      : ACCUMULATORS_32(d)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
 }
 __device__ __forceinline__ void step(float (&d)[16], const u32 (&a)[4], u64 b, bool adds) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %21, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
-      : D16(0)
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
+      ", {%16, %17, %18, %19}, %20, adds, 1, 1, 0;\n}"
+      : SIXTEEN(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
 }
 
@@ -228,11 +198,7 @@ struct Wide {
   static constexpr int TOTALS = TILE_ROWS * WIDE_TOKENS * 4;
   static constexpr int BARRIERS_AT = TOTALS_AT + TOTALS;
   static constexpr int BYTES = BARRIERS_AT + 16 * (WEIGHT_STAGES + INPUT_STAGES);
-};
-
-template <bool VALUE>
-struct Bool {
-  static constexpr bool value = VALUE;
+  static_assert(BYTES <= 227 << 10, "a block has no more");
 };
 
 // A tile: rows `row`.. of `m`, `count` tokens.
@@ -255,14 +221,14 @@ struct Ring {
   __device__ __forceinline__ explicit Ring(u32 barriers) : barriers(barriers) {}
   __device__ __forceinline__ void init(u32 fillers, u32 takers) {
     for (u32 i = 0; i < STAGES; i++) {
-      init_barrier(barriers + i * 8, fillers);
-      init_barrier(barriers + (STAGES + i) * 8, takers);
+      barrier_init(barriers + i * 8, fillers);
+      barrier_init(barriers + (STAGES + i) * 8, takers);
     }
   }
   __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
   __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + stage) * 8; }
-  __device__ __forceinline__ void wait_full() const { wait_barrier(full(), parity); }
-  __device__ __forceinline__ void wait_empty() const { wait_barrier(empty(), parity ^ 1); }
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
   __device__ __forceinline__ void advance() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
@@ -365,8 +331,7 @@ __device__ __forceinline__ void consume(u32 blocks, u8* shared, u32 base, Ring<W
     decode(s);
     if ((s + 1) % F::STEPS == 0) load((s + 1) / F::STEPS);
   }
-  auto one_block = [&](u32 block, auto last) {
-    constexpr bool IS_LAST = decltype(last)::value;
+  auto one_block = [&](u32 block, bool is_last) {
     inputs.wait_full();
     const u32 stage = W::INPUTS_AT + inputs.stage * W::INPUTS, empty = inputs.empty();
     const float scale = *reinterpret_cast<const float*>(shared + stage + W::SCALE_AT);
@@ -374,38 +339,38 @@ __device__ __forceinline__ void consume(u32 blocks, u8* shared, u32 base, Ring<W
     inputs.advance();
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-      fence_registers();
+      products_begin();
       step(part, a[s % (2 * AHEAD)], b + s * (STEP_BYTES >> 4), s > 0);
-      commit_steps();
+      products_commit();
       const int next = (s + AHEAD) % STEPS;
-      if (IS_LAST && s + AHEAD >= STEPS) continue;
-      wait_steps<AHEAD>();
+      if (is_last && s + AHEAD >= STEPS) continue;
+      products_wait<AHEAD>();
       decode(next);
       if ((next + 1) % F::STEPS) continue;
       if (next + 1 == STEPS) {
-        arrive_warp(weights.empty());
+        release(weights.empty());
         weights.advance();
-        if (IS_LAST) continue;
+        if (is_last) continue;
         weights.wait_full();
       }
       load((next + 1) % STEPS / F::STEPS);
     }
-    wait_steps<0>();
-    arrive_warp(empty);
+    products_wait<0>();
+    release(empty);
 #pragma unroll
     for (int i = 0; i < VALUES; i++) acc[i] = fmaf(part[i], scale, acc[i]);
-    if (IS_LAST || block % (SLICE / BLOCK) == SLICE / BLOCK - 1) {
+    if (is_last || block % (SLICE / BLOCK) == SLICE / BLOCK - 1) {
       const bool is_first = block < SLICE / BLOCK;
 #pragma unroll
       for (int i = 0; i < VALUES; i++) {
         const float sum = __fadd_rn(is_first ? 0.0f : totals[i * 128], __fmul_rn(acc[i], F::FACTOR));
-        if (!IS_LAST) totals[i * 128] = sum;
-        acc[i] = IS_LAST ? sum : 0.0f;
+        if (!is_last) totals[i * 128] = sum;
+        acc[i] = is_last ? sum : 0.0f;
       }
     }
   };
-  for (u32 block = 0; block + 1 < blocks; block++) one_block(block, Bool<false>());
-  one_block(blocks - 1, Bool<true>());
+  for (u32 block = 0; block + 1 < blocks; block++) one_block(block, false);
+  one_block(blocks - 1, true);
 
   Tile tile;
   again(tile);
@@ -429,7 +394,7 @@ __device__ __forceinline__ void consume(u32 blocks, u8* shared, u32 base, Ring<W
   // [N tokens, 64 rows] in the place of the totals, 16-byte chunks turned by token
   u8* const staging = shared + W::TOTALS_AT + group * (W::TOTALS / 2);
   const u32 staged = shared_address(staging);
-  meet<1>(group);
+  meet(group);
 #pragma unroll
   for (int t = 0; t < N / 8; t += 2) {
     const u32 token = (t + lane / 16) * 8 + lane % 8, chunk = thread / 32 * 2 + lane / 8 % 2;
@@ -437,14 +402,14 @@ __device__ __forceinline__ void consume(u32 blocks, u8* shared, u32 base, Ring<W
     store_transposed(staged + token * 128 + (chunk ^ (token & 7)) * 16, bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]),
                      bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7]));
   }
-  meet<1>(group);
+  meet(group);
 #pragma unroll
   for (int i = 0; i < N / 16; i++) {
     const u32 token = i * 16 + thread / 8, chunk = thread % 8, r = group * 64 + chunk * 8;
     const uint4 v = *reinterpret_cast<const uint4*>(staging + token * 128 + (chunk ^ (token & 7)) * 16);
     if (r < rows && token < tile.count) *reinterpret_cast<uint4*>(narrow + token * tile.y_stride + tile.row + r) = v;
   }
-  meet<1>(group);
+  meet(group);
 }
 
 // Walks over the tiles that `at(index, tile)` describes; it returns false for those that are none.
@@ -462,7 +427,7 @@ __device__ __forceinline__ void walk(u32 tiles, u8* shared, At at) {
   __syncthreads();
   Tile tile;
   if (threadIdx.x >= 256) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    give_registers<40>();
     for (u32 i = blockIdx.x; i < tiles; i += gridDim.x) {
       if (!at(i, tile)) continue;
       if (threadIdx.x < 384)
@@ -472,7 +437,7 @@ __device__ __forceinline__ void walk(u32 tiles, u8* shared, At at) {
     }
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+  take_registers<216>();
   for (u32 i = blockIdx.x; i < tiles; i += gridDim.x) {
     if (!at(i, tile)) continue;
     const u32 blocks = tile.m.cols / BLOCK, count = tile.count;

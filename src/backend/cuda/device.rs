@@ -4,7 +4,7 @@
 //! (an illegal address, a trap) is remembered with the first stage that saw it; every later call answers `Poisoned` with
 //! that stage, and dropping the objects still works.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
@@ -32,7 +32,7 @@ struct Inner {
     fault: OnceLock<String>,
     launched: Mutex<Vec<Arc<str>>>,
     careful: AtomicBool,
-    portable: AtomicBool,
+    prefer: AtomicU8,
 }
 
 impl Drop for Inner {
@@ -41,6 +41,16 @@ impl Drop for Inner {
         self.kernels.unload();
         drop(current);
     }
+}
+
+/// What launchers choose where several kernels give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Prefer {
+    Fastest,
+    /// Those that every architecture has.
+    Portable,
+    /// Those of this architecture, however few the tokens.
+    Own,
 }
 
 /// What the launchers and the plan must know of a device.
@@ -108,8 +118,8 @@ impl Gpu {
         let kernels = Kernels::load(&limits)?;
         drop(current);
         let (fault, launched, careful) = (OnceLock::new(), Mutex::default(), AtomicBool::new(false));
-        let portable = AtomicBool::new(false);
-        Ok(Self { inner: Arc::new(Inner { context, limits, kernels, fault, launched, careful, portable }) })
+        let prefer = AtomicU8::new(Prefer::Fastest as u8);
+        Ok(Self { inner: Arc::new(Inner { context, limits, kernels, fault, launched, careful, prefer }) })
     }
 
     /// What launchers decide by.
@@ -125,14 +135,18 @@ impl Gpu {
         self.inner.kernels.get(name)
     }
 
-    /// Whether there is a kernel of this name for this device, and launchers may choose it.
+    /// Whether there is a kernel of this name for this device.
     pub(super) fn has(&self, name: &str) -> bool {
-        !self.inner.portable.load(Ordering::Relaxed) && self.inner.kernels.get(name).is_ok()
+        self.inner.kernels.get(name).is_ok()
     }
 
-    /// Leaves out the kernels that exist for one architecture alone; for the self-test.
-    pub(super) fn set_portable(&self, on: bool) {
-        self.inner.portable.store(on, Ordering::Relaxed);
+    /// Changes what launchers choose from now on; for the self-test.
+    pub(super) fn prefer(&self, kernels: Prefer) {
+        self.inner.prefer.store(kernels as u8, Ordering::Relaxed);
+    }
+
+    pub(super) fn prefers(&self, kernels: Prefer) -> bool {
+        self.inner.prefer.load(Ordering::Relaxed) == kernels as u8
     }
 
     /// Waits for each launch, so that a fault names its very kernel. Slow; for the self-test and for bug reports.

@@ -4,6 +4,7 @@ use super::lab::{Lab, different, different_bits, distance, matrix};
 use crate::backend::cpu::hyper::{self as cpu_hyper, HyperParams};
 use crate::backend::cpu::norm as cpu_norm;
 use crate::backend::cpu::rope::{Rotations, frequencies};
+use crate::backend::cuda::device::Prefer;
 use crate::backend::cuda::memory::Arena;
 use crate::backend::cuda::ops::{self, Finish, Job, Output, Project, RmsNorm, STREAMS, TopK, Weight};
 use crate::backend::cuda::stream::{Event, Stream};
@@ -234,13 +235,13 @@ pub(super) fn linear(lab: &mut Lab<'_>) -> Result<()> {
                 let mut first = None;
                 // a small workspace: many tokens in several launches
                 let small = workspace.slice(0..ops::images_len(cols, tokens.min(512)))?;
-                for (way, workspace, portable) in [
-                    ("", None, true),
-                    (", cut", Some(&workspace), true),
-                    (", any kernel", Some(&workspace), false),
-                    (", small workspace", Some(&small), false),
+                for (way, workspace, prefer) in [
+                    ("", None, Prefer::Portable),
+                    (", cut", Some(&workspace), Prefer::Portable),
+                    (", own kernel", Some(&workspace), Prefer::Own),
+                    (", small workspace", Some(&small), Prefer::Own),
                 ] {
-                    lab.gpu.set_portable(portable);
+                    lab.gpu.prefer(prefer);
                     let y = lab.output::<f32>(tokens * rows)?;
                     let (x, y_out) = (&d_x, Output::F32(y.clone()));
                     let job = Job {
@@ -267,7 +268,9 @@ pub(super) fn linear(lab: &mut Lab<'_>) -> Result<()> {
             }
         }
     }
-    bands(lab)
+    bands(lab)?;
+    lab.gpu.prefer(Prefer::Fastest);
+    Ok(())
 }
 
 /// Bands of one matrix in one launch, as the grouped output projection has, next to a matrix of another kind.

@@ -211,7 +211,7 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
             let workspace = lab.output(groups.images_len(hidden.max(inter)))?;
             // the number of tokens and the workspace decide how the work is cut: all ways for the same data
             for (way, cut, workspace) in
-                [("", 1, None), (", tiles", 1000, None), (", any kernel", 1000, Some(&workspace))]
+                [("", 1, None), (", tiles", 1000, None), (", own kernel", 1000, Some(&workspace))]
             {
                 let (y, z) = (lab.output(places * 2 * inter)?, lab.output(places * hidden)?);
                 let up = Product {

@@ -3,6 +3,7 @@
 //! The inputs are arranged first, into images that the products read: memory that the caller lends. Without it, or on
 //! another device, the portable kernels run.
 
+use super::super::device::Prefer;
 use super::super::memory::Buffer;
 use super::super::stream::Stream;
 use super::linear::{Job, MAX_JOBS, Matrix, RawJob, Weight, check};
@@ -121,13 +122,16 @@ fn key(job: &Job<'_>) -> Arranged {
     Arranged { x: job.x.address(), image: 0, stride: job.x_stride as u32, cols: job.cols as u32, format, unused: 0 }
 }
 
-/// Whether the device has these kernels and they are faster: few tokens need tiles for every multiprocessor, and
-/// many are cut where the workspace is small.
+/// Whether the device has these kernels and they are the faster ones. Many tokens are cut where the workspace is small.
 pub(super) fn suits(stream: &Stream, jobs: &[Job<'_>], tokens: usize, workspace: &Buffer<f32>) -> bool {
-    let tiles: usize = jobs.iter().map(|job| job.rows.div_ceil(TILE)).sum();
-    let is_worth_it = tokens > IMAGE_TOKENS || tiles >= stream.gpu().limits().multiprocessors as usize;
-    is_worth_it
-        && stream.gpu().has("linear_wide_e4m3")
+    let gpu = stream.gpu();
+    let rows: usize = jobs.iter().map(|job| job.rows.div_ceil(TILE)).sum();
+    let waves = (rows * tokens.div_ceil(TILE)).div_ceil(gpu.limits().multiprocessors as usize);
+    // a tile of a multiprocessor takes as long as the whole device with the portable kernels takes for a third of its
+    // multiprocessors in tiles
+    let is_faster = 3 * rows * tokens > waves * gpu.limits().multiprocessors as usize * TILE;
+    gpu.has("linear_wide_e4m3")
+        && (gpu.prefers(Prefer::Own) || gpu.prefers(Prefer::Fastest) && is_faster)
         && workspace.address().is_multiple_of(128)
         && Images::of(jobs, tokens, workspace).tokens >= tokens.next_multiple_of(TILE).min(FEWEST_TOKENS)
 }
@@ -241,6 +245,7 @@ impl Grouping {
 /// As [`suits`], for the experts of a step of many tokens.
 pub(super) fn suits_experts(stream: &Stream, g: &Grouping, cols: usize, workspace: &Buffer<f32>) -> bool {
     stream.gpu().has("expert_wide_e2m1")
+        && !stream.gpu().prefers(Prefer::Portable)
         && workspace.address().is_multiple_of(128)
         && g.images_len(cols) <= workspace.len()
 }
