@@ -188,6 +188,14 @@ impl Engine {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    fn gpu(&self) -> Option<&gpu::GpuEngine> {
+        match &self.device {
+            Device::Cpu => None,
+            Device::Gpu(gpu) => Some(gpu),
+        }
+    }
+
     fn trunk(&self, rounding: Rounding) -> Trunk<'_> {
         Trunk {
             config: self.model.config(),

@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::model::config::LayerKind;
 use crate::model::deepseek_v4::{LogitRows, Segment};
 
-use super::{Device, Engine, EngineOptions};
+use super::{Engine, EngineOptions};
 
 pub use self::halves::{HalfLayer, Halves, Spread, compare_halves};
 pub use self::timing::Timing;
@@ -66,7 +66,7 @@ impl Lab {
         let staged = cache.stage(ids.len())?;
         let mut segments = [Segment { cache, staged, tokens: ids }];
         #[cfg(feature = "cuda")]
-        if let Device::Gpu(gpu) = &self.engine.device {
+        if let Some(gpu) = self.engine.gpu() {
             let out = gpu.layer(layer, streams, &mut segments, probe)?;
             let [Segment { staged, .. }] = segments;
             self.layers[layer].commit(staged);
@@ -84,7 +84,7 @@ impl Lab {
     pub fn run_ffn_half(&self, layer: usize, streams: &[f32], ids: &[u32], probe: &mut Probe) -> Result<Vec<f32>> {
         self.check(layer, streams, ids)?;
         #[cfg(feature = "cuda")]
-        if let Device::Gpu(gpu) = &self.engine.device {
+        if let Some(gpu) = self.engine.gpu() {
             return self.on_nothing(ids, |segments| gpu.ffn_half(layer, streams, segments, probe));
         }
         self.engine.trunk(self.rounding).ffn_half(layer, streams, ids, probe)
@@ -93,7 +93,7 @@ impl Lab {
     /// Embedding of `ids`, repeated for each stream: the input of layer 0.
     pub fn embed(&self, ids: &[u32]) -> Result<Vec<f32>> {
         #[cfg(feature = "cuda")]
-        if let Device::Gpu(gpu) = &self.engine.device {
+        if let Some(gpu) = self.engine.gpu() {
             return self.on_nothing(ids, |segments| gpu.embed(segments));
         }
         self.engine.trunk(self.rounding).embed(ids)
@@ -102,7 +102,7 @@ impl Lab {
     /// Final streams to logits of every row.
     pub fn head(&self, streams: &[f32], ids: &[u32], probe: &mut Probe) -> Result<Vec<f32>> {
         #[cfg(feature = "cuda")]
-        if let Device::Gpu(gpu) = &self.engine.device {
+        if let Some(gpu) = self.engine.gpu() {
             return self.on_nothing(ids, |segments| gpu.head(streams, segments, probe));
         }
         let trunk = self.engine.trunk(self.rounding);
@@ -229,7 +229,7 @@ pub fn trace(engine: &Arc<Engine>, ids: &[u32], chunk: usize) -> Result<Trace> {
 fn trace_chunk(engine: &Engine, segments: &mut [Segment<'_>], trace: &mut Trace) -> Result<()> {
     let Trace { streams, logits } = trace;
     #[cfg(feature = "cuda")]
-    if let Device::Gpu(gpu) = &engine.device {
+    if let Some(gpu) = engine.gpu() {
         logits.extend(gpu.trace(segments, &mut |layer, x| streams[layer].extend_from_slice(x))?);
         return Ok(());
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::{Device, Engine};
+use super::super::Engine;
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment};
@@ -40,7 +40,7 @@ impl Timing {
         let staged = self.cache.stage(ids.len())?;
         let mut segments = [Segment { cache: &self.cache, staged, tokens: ids }];
         #[cfg(feature = "cuda")]
-        if let Device::Gpu(gpu) = &self.engine.device {
+        if let Some(gpu) = self.engine.gpu() {
             return gpu.layer_times(&mut segments, side);
         }
         let _ = (&mut segments, side);
