@@ -7,7 +7,7 @@
 
 typedef unsigned long long address;
 
-static struct kernel { const char *name; size_t params; } kernels[100];
+static struct kernel { const char *name; size_t params; } kernels[200];
 static unsigned kernel_count;
 
 static void kernel(const char *name, size_t params) { kernels[kernel_count++] = (struct kernel){name, params}; }

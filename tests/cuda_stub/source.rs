@@ -2,28 +2,23 @@
 
 use std::fmt::Write;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// C source with a function `all_kernels` that calls `kernel(name, bytes of the parameters)` for each kernel in `folder`.
 pub(crate) fn sizes(folder: &Path) -> String {
-    let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut files: Vec<_> = files.filter(|file| file.extension().is_some_and(|e| e == "cu")).collect();
     files.sort();
-    let read = |extension: &str| -> Vec<String> {
-        let files = files.iter().filter(|file| file.extension().is_some_and(|e| e == extension));
-        files.map(|file| fs::read_to_string(file).unwrap()).collect()
-    };
     let mut c = String::from(
-        "#pragma GCC diagnostic ignored \"-Wunused-local-typedefs\"\n\
-         typedef unsigned char u8;\ntypedef unsigned short u16;\ntypedef unsigned u32;\n\
-         typedef unsigned long long u64;\ntypedef struct { float x, y; } float2;\n",
+        "typedef unsigned char u8;\ntypedef unsigned short u16;\ntypedef unsigned u32;\ntypedef unsigned long long u64;\n\
+         typedef struct { float x, y; } float2;\ntypedef struct { float x, y, z, w; } float4;\n\
+         typedef struct { u32 x, y; } uint2;\ntypedef struct { u32 x, y, z, w; } uint4;\n",
     );
-    for header in read("cuh") {
-        c.push_str(&declarations(&header));
-    }
     let mut calls = String::new();
-    for (i, source) in read("cu").iter().enumerate() {
-        writeln!(c, "static void kernels_{i}(void) {{\n{}", declarations(source)).unwrap();
-        for (name, params) in kernels(source) {
+    for (i, file) in files.iter().enumerate() {
+        let source = with_headers(file, &mut Vec::new());
+        writeln!(c, "static void kernels_{i}(void) {{\n{}", declarations(&source)).unwrap();
+        for (name, params) in kernels(&source) {
             writeln!(c, "kernel(\"{name}\", sizeof({params}));").unwrap();
         }
         c.push_str("}\n");
@@ -31,6 +26,18 @@ pub(crate) fn sizes(folder: &Path) -> String {
     }
     writeln!(c, "static void all_kernels(void) {{\n{calls}}}").unwrap();
     c
+}
+
+/// The text of `file` behind those of the headers that it includes, each once.
+fn with_headers(file: &Path, seen: &mut Vec<PathBuf>) -> String {
+    if seen.iter().any(|s| s == file) {
+        return String::new();
+    }
+    seen.push(file.to_owned());
+    let source = fs::read_to_string(file).unwrap();
+    let included = source.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
+    let headers: Vec<String> = included.map(|name| with_headers(&file.with_file_name(name), seen)).collect();
+    headers.concat() + &source
 }
 
 /// Constants and the fields of structs that are no templates.

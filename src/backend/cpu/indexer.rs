@@ -326,8 +326,7 @@ mod tests {
                     keys.resize(layout.key_bytes(), 0);
                     layout.encode_key(&sine(visible - 1 + 40, DIM), keys);
                 }
-                let queries =
-                    Queries { q: &q, weights: &weights, heads: HEADS, dim: DIM, start: tokens, bf16: false };
+                let queries = Queries { q: &q, weights: &weights, heads: HEADS, dim: DIM, start: tokens, bf16: false };
                 let view = cache.view(0, &staged);
                 let selection = select(&cpu, &queries, view, k).unwrap();
                 let mut ids = selection.row(0).to_vec();

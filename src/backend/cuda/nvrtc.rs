@@ -154,6 +154,7 @@ fn refused(status: c_int, message: String) -> Error {
 mod tests {
     use super::*;
 
+    /// Pitfall 104.
     #[test]
     fn without_nvrtc_there_is_a_remedy_and_with_it_errors_are_the_compilers_words() {
         match compile("broken.cu", b"this is no kernel", &[], (8, 0)) {
