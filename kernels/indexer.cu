@@ -52,7 +52,7 @@ struct ScoreParams {
   const Group* groups;  // [grid.y]
   Pages keys;           // index pages
   float* scores;        // [rows of the launch, pitch]; row 0 is `first_row`
-  u32* bad;             // set to 1 if a score is NaN, or null
+  u32* bad;             // set to 1 if a score is NaN or infinite, or null
   u32 first_row;
   u32 pitch;
   u32 heads;     // a multiple of 8, at most 64
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(256) index_scores(const __grid_cons
         const u32 key = first_key + k * 16 + half * 8 + lane / 4;
         if (quad != 0 || key >= seen) continue;
         p.scores[u64(row - p.first_row) * p.pitch + key] = p.stepwise ? round_bf16(s) : s;
-        if (s != s && p.bad) *p.bad = 1;
+        if (magnitude_bits(s) >= 0x7F800000u && p.bad) *p.bad = 1;
       }
     __syncthreads();
   }

@@ -21,6 +21,7 @@ fn load(dir: &Path) -> Result<()> {
     Weights::resolve(&config, &checkpoint)?.prepare()
 }
 
+/// Pitfall 67.
 #[test]
 fn each_refused_request_while_opening_is_out_of_memory_with_bytes() {
     let tiny = tiny_checkpoint::Tiny::new();

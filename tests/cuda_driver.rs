@@ -73,6 +73,7 @@ fn refused(special: &[(&str, &str)], missing: &str, reason: &[&str]) {
     assert_eq!(code, Some(0), "the CPU works all the same: {text}");
 }
 
+/// Pitfalls 99, 103.
 #[test]
 fn a_driver_that_lacks_any_one_function_is_refused_by_its_name() {
     for name in ["cuInit", "cuLaunchKernelEx", "cuFuncGetParamInfo", "cuEventElapsedTime_v2"] {
@@ -80,6 +81,7 @@ fn a_driver_that_lacks_any_one_function_is_refused_by_its_name() {
     }
 }
 
+/// Pitfall 103.
 #[test]
 fn a_driver_that_does_not_start_says_its_error() {
     // 35 and 4321 are no errors of the driver's that cudarc knows
@@ -93,16 +95,19 @@ fn a_driver_that_does_not_start_says_its_error() {
     }
 }
 
+/// Pitfall 103.
 #[test]
 fn an_old_driver_is_refused_with_both_versions() {
     refused(&[("cuDriverGetVersion", "*(int *)a = 12040; return 0;")], "", &["12.4", "13.0", "R580"]);
 }
 
+/// Pitfall 103.
 #[test]
 fn a_driver_without_devices_is_told_from_no_driver() {
     refused(&[("cuDeviceGetCount", "*(int *)a = 0; return 0;")], "", &["no CUDA device"]);
 }
 
+/// Pitfall 103.
 #[test]
 fn a_device_of_an_old_or_an_unknown_architecture_is_a_reason() {
     let dir = tempfile::tempdir().unwrap();

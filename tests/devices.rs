@@ -6,6 +6,7 @@
 
 mod common;
 
+use common::long::{self, ENDS};
 use common::metrics::{argmax, logsumexp};
 use common::{shared, subject};
 use dsv4::research;
@@ -85,6 +86,16 @@ fn half_layers_in_served_numerics_are_those_of_the_cpu() {
     check_half_layers("half layers, served", Numerics::Served);
 }
 
+/// Divergence in nats of one row of logits from another.
+fn divergence_of(want: &[f32], got: &[f32]) -> f64 {
+    let (p, q) = (logsumexp(want), logsumexp(got));
+    let terms = want.iter().zip(got).map(|(&a, &b)| {
+        let (ln_p, ln_q) = (f64::from(a) - p, f64::from(b) - q);
+        ln_p.exp() * (ln_p - ln_q)
+    });
+    terms.sum()
+}
+
 /// Mean divergence in nats and the losses, over all passages.
 fn check_end_to_end(test: &str, numerics: Numerics, most: f64) {
     let Some([cpu, device]) = pair(test, numerics) else { return };
@@ -94,11 +105,7 @@ fn check_end_to_end(test: &str, numerics: Numerics, most: f64) {
         assert!(got == again, "two runs on the device differ");
         for (position, (want, got)) in want.iter().zip(&got).enumerate() {
             let (p, q) = (logsumexp(want), logsumexp(got));
-            let terms = want.iter().zip(got).map(|(&a, &b)| {
-                let (ln_p, ln_q) = (f64::from(a) - p, f64::from(b) - q);
-                ln_p.exp() * (ln_p - ln_q)
-            });
-            divergence += terms.sum::<f64>();
+            divergence += divergence_of(want, got);
             other_choices += usize::from(argmax(want) != argmax(got));
             count += 1;
             if let Some(&next) = text.get(position + 1) {
@@ -130,6 +137,7 @@ fn kvquant_logits_are_close_to_those_of_the_cpu() {
     check_end_to_end("end to end, kvquant", Numerics::Kvquant, 2e-3);
 }
 
+/// Pitfall 59.
 #[test]
 fn a_prompt_alone_has_the_logits_that_it_has_among_eight() {
     let Some([_, device]) = pair("alone and among eight", Numerics::Reference) else { return };
@@ -145,4 +153,75 @@ fn a_prompt_alone_has_the_logits_that_it_has_among_eight() {
     let all = together.iter().map(Vec::len).sum::<usize>();
     eprintln!("{different} of {all} logits differ between a prompt alone and among eight");
     assert_eq!(different, 0, "of {all} logits");
+}
+
+/// Pitfalls 50, 51: around 2^16 tokens and 2^16 entries, and at the end of a million tokens.
+fn check_far_out(test: &str, numerics: Numerics, most: f64) {
+    let Some(device) = subject::device() else {
+        shared::say(&format!("SKIPPED {test}: no device (set DSV4_TEST_DEVICE)"));
+        return;
+    };
+    let folder = subject::with_context(1 << 20);
+    let model = Model::open(folder.path()).expect("the model opens");
+    let engines = [(DeviceChoice::Cpu, 0), (device, 1 << 30)].map(|(device, cache_bytes)| {
+        let options = EngineOptions { numerics, device, cache_bytes, prefill_chunk: 64, ..EngineOptions::default() };
+        Engine::new(&model, options).expect("an engine")
+    });
+    for end in ENDS {
+        let [want, got] = engines.each_ref().map(|engine| {
+            let mut timing = long::behind(engine, end);
+            let ids = long::tokens(4000, 256);
+            // up to the last four tokens, then those one by one: the end lies behind them, and others follow it
+            let (chunks, rest) = ids.split_at(252);
+            let mut rows: Vec<Vec<f32>> = chunks.chunks(12).map(|ids| timing.step(ids).expect("a step")).collect();
+            rows.extend(rest.iter().map(|&id| timing.step(&[id]).expect("a step")));
+            if end < 1 << 20 {
+                rows.extend(long::tokens(5000, 8).into_iter().map(|id| timing.step(&[id]).expect("a step")));
+            }
+            rows
+        });
+        let mut divergences: Vec<f64> = want.iter().zip(&got).map(|(want, got)| divergence_of(want, got)).collect();
+        divergences.sort_by(f64::total_cmp);
+        let median = divergences[divergences.len() / 2];
+        eprintln!(
+            "{numerics}, up to {end} tokens: median divergence {median:.2e} nats, largest {:.2e}",
+            divergences[divergences.len() - 1]
+        );
+        // a near tie among entries takes all copies of one or of the other, so single rows may be far off
+        assert!(median <= most, "{numerics}, {end} tokens: {median} nats");
+    }
+}
+
+#[test]
+fn reference_logits_are_close_to_those_of_the_cpu_up_to_a_million_tokens() {
+    check_far_out("far out, reference", Numerics::Reference, 2e-2);
+}
+
+#[test]
+fn kvquant_logits_are_close_to_those_of_the_cpu_up_to_a_million_tokens() {
+    check_far_out("far out, kvquant", Numerics::Kvquant, 2e-3);
+}
+
+/// Pitfall 103: a real driver that hides its devices, in a process of its own.
+#[test]
+fn without_visible_devices_there_is_a_reason_and_the_cpu_works() {
+    let test = "without_visible_devices_there_is_a_reason_and_the_cpu_works";
+    if subject::device().is_none() {
+        shared::say(&format!("SKIPPED {test}: no device (set DSV4_TEST_DEVICE)"));
+        return;
+    }
+    if std::env::var("CUDA_VISIBLE_DEVICES").is_ok_and(|devices| devices.is_empty()) {
+        let error = dsv4::backend::cuda_devices().expect_err("no device is visible");
+        assert_eq!(error.kind(), dsv4::ErrorKind::Unavailable);
+        assert!(error.message().contains("device"), "{error}");
+        let model = Model::open(folder()).expect("the model opens");
+        let engine = |device| Engine::new(&model, EngineOptions { device, ..EngineOptions::default() });
+        assert!(engine(DeviceChoice::Cuda(0)).is_err());
+        engine(DeviceChoice::Cpu).expect("the CPU works all the same");
+        return;
+    }
+    let mut child = std::process::Command::new(std::env::current_exe().expect("this test"));
+    let output = child.args(["--exact", test]).env("CUDA_VISIBLE_DEVICES", "").output().expect("it runs");
+    let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }

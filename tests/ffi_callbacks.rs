@@ -82,6 +82,7 @@ unsafe extern "C" fn meddle(session: *mut c_void, _: *const dsv4_piece) -> i32 {
     0
 }
 
+/// Pitfall 107.
 #[test]
 fn a_piece_callback_may_read_its_session_and_nothing_else() {
     let session = session();

@@ -19,6 +19,7 @@ use dsv4::ffi::status::*;
 /// More than one chunk, and more than the shortest compression group.
 const PROMPT: [u32; 7] = [301, 302, 303, 304, 305, 306, 307];
 
+/// Pitfall 67.
 #[test]
 fn any_refused_request_is_out_of_memory_and_everything_goes_on() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4");

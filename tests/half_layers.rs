@@ -224,11 +224,13 @@ fn nano_half_layers_follow_the_reference() {
     golden::nano().iter().for_each(|golden| check(golden, &nano_cases(golden)));
 }
 
+/// Pitfalls 58, 61.
 #[test]
 fn flash_half_layers_follow_the_reference() {
     golden::dev("flash-mini").iter().for_each(|golden| check(golden, &dev_cases(golden)));
 }
 
+/// Pitfalls 58, 61.
 #[test]
 fn pro_half_layers_follow_the_reference() {
     golden::dev("pro-mini").iter().for_each(|golden| check(golden, &dev_cases(golden)));

@@ -6,7 +6,9 @@ mod common;
 
 use common::golden::{self, Golden};
 use common::subject;
-use dsv4::{EngineOptions, Numerics};
+use dsv4::cache::CheckpointPolicy;
+use dsv4::research::{self, Lab, Probe};
+use dsv4::{Engine, EngineOptions, Model, Numerics};
 use proptest::prelude::*;
 use std::path::{Path, PathBuf};
 
@@ -89,6 +91,100 @@ fn thread_counts_give_the_same_logits() {
         for numerics in Numerics::ALL {
             let [one, two, three] = [1, 2, 3].map(|n| fed(&folder, options(numerics, n, 64), &tokens, &[150, 1]));
             assert!(one == two && one == three, "{name} {numerics}: thread counts differ");
+        }
+    }
+}
+
+/// A prompt of each length, at once and up to its last token and then that one, ends as the row of a longer prompt does;
+/// `goldens.rs` compares those rows with an oracle's.
+fn check_lengths(lengths: impl Iterator<Item = usize>) {
+    let golden = nano("nano-flash");
+    let tokens = tokens(&golden, LENGTH);
+    let options = EngineOptions { checkpoints: CheckpointPolicy::None, ..options(Numerics::Reference, 2, LENGTH) };
+    let engine = subject::engine_with(&golden.runnable(), options);
+    let rows = subject::all_logits(&engine, &tokens);
+    for n in lengths {
+        assert!(subject::last_logits(&engine, &tokens[..n]) == rows[n - 1], "a prompt of {n} tokens");
+        if n > 1 {
+            let mut session = subject::session(&engine, n);
+            session.feed(&tokens[..n - 1]).expect("fed");
+            session.feed(&tokens[n - 1..n]).expect("fed");
+            assert!(subject::logits(&session) == rows[n - 1], "{} tokens and one", n - 1);
+        }
+    }
+}
+
+/// Pitfalls 55, 61, 64: every short length, and around the groups of 128 all remainders by 4, through layers of all kinds.
+#[test]
+fn a_prompt_of_any_length_ends_as_a_longer_one_passes_there() {
+    check_lengths((1..=66).chain(125..=131).chain(253..=257));
+}
+
+/// Pitfalls 55, 61.
+#[test]
+#[ignore = "minutes: every length up to 300; part of .ci/full"]
+fn a_prompt_of_every_length_ends_as_a_longer_one_passes_there() {
+    check_lengths(1..=LENGTH);
+}
+
+/// Pitfalls 60, 62: wherever a prompt is resumed, the entries and keys of each layer, rotated at their positions, are those
+/// of one call, and each token chooses the same entries.
+#[test]
+fn a_prompt_resumed_anywhere_has_the_entries_and_choices_of_one_call() {
+    let golden = nano("nano-flash");
+    let ids = tokens(&golden, LENGTH);
+    let options = EngineOptions { batch_invariant: false, ..subject::on_device(options(Numerics::Reference, 2, 512)) };
+    let engine = Engine::new(&Model::open(golden.runnable()).expect("a model"), options).expect("an engine");
+    let layers = engine.model().config().num_hidden_layers;
+    let embedded = Lab::new(&engine).expect("a lab").embed(&ids).expect("the embedding");
+    let width = embedded.len() / LENGTH;
+    let run = |layer: usize, sizes: &[usize]| {
+        let (mut lab, mut at, mut chosen) = (Lab::new(&engine).expect("a lab"), 0, Vec::new());
+        for &size in sizes.iter().chain(std::iter::repeat(sizes.last().expect("sizes"))) {
+            let end = LENGTH.min(at + size);
+            let mut probe = Probe::on();
+            lab.run_layer(layer, &embedded[at * width..end * width], &ids[at..end], &mut probe).expect("it runs");
+            if let Some(record) = probe.get(layer, "selected").filter(|record| !record.values.is_empty()) {
+                for row in record.values.chunks(record.values.len() / record.shape[0]) {
+                    let mut row: Vec<i64> = row.iter().map(|&id| id as i64).filter(|&id| id >= 0).collect();
+                    row.sort_unstable();
+                    chosen.push(row);
+                }
+            }
+            at = end;
+            if at == LENGTH {
+                break;
+            }
+        }
+        let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        // rows from before the first entry may have no record
+        chosen.retain(|row| !row.is_empty());
+        (bits(lab.entries(layer).expect("entries")), bits(lab.index_keys(layer).expect("keys")), chosen)
+    };
+    let mut choices = 0;
+    for layer in 0..layers {
+        let whole = run(layer, &[LENGTH]);
+        choices += whole.2.iter().filter(|row| row.len() == engine.model().config().index_topk).count();
+        for sizes in [&[1][..], &[1, LENGTH], &[4, LENGTH], &[100, LENGTH], &[128, LENGTH], &[129, LENGTH], &[3, 5, 7]]
+        {
+            assert!(run(layer, sizes) == whole, "layer {layer}: parts of {sizes:?}");
+        }
+    }
+    assert!(choices > 400, "{choices} real choices");
+}
+
+/// Pitfall 59: what else is in the batch does not matter, were it the same.
+#[test]
+fn a_prompt_has_the_logits_that_it_has_among_eight_of_itself() {
+    let golden = nano("nano-flash");
+    // as users have it on a device, with either order of attention's sums
+    let options = EngineOptions { batch_invariant: false, ..subject::on_device(options(Numerics::Reference, 2, 512)) };
+    let engine = Engine::new(&Model::open(golden.runnable()).expect("a model"), options).expect("an engine");
+    for length in [1, 7, 41, 60] {
+        let prompt = tokens(&golden, length);
+        let alone = research::batch(&engine, &[&prompt]).expect("the batch runs").swap_remove(0);
+        for logits in research::batch(&engine, &[&prompt[..]; 8]).expect("the batch runs") {
+            assert!(logits == alone, "{length} tokens");
         }
     }
 }

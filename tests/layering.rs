@@ -84,6 +84,7 @@ fn unsafe_code_has_few_homes() {
     only_in("unsafe fn", &["ffi/", "backend/cuda/", "backend/cpu/simd/", "weights/mmap.rs", "bin/"]);
 }
 
+/// Pitfalls 96, 102.
 #[test]
 fn the_library_never_prints_or_exits() {
     for needle in ["println!(", "eprintln!(", "print!(", "eprint!(", "process::exit", "process::abort", "dbg!("] {

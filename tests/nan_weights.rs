@@ -114,6 +114,7 @@ fn is_numeric(result: Result<(), Error>, what: &str) {
     assert!(names_a_place && e.message().contains("verify --scan"), "{what}: {e}");
 }
 
+/// Pitfall 54.
 #[test]
 fn no_tensor_of_nan_goes_unnoticed() {
     let dir = copy_of_model();

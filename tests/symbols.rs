@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+/// Pitfalls 98, 99.
 #[test]
 fn the_frozen_symbols_are_the_headers_functions() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -203,3 +203,30 @@ fn words_are_recalled_at_every_distance() {
     check_recall(Numerics::Exact, &[64, 160, 256, 512, 1024, 2048, 3072, 3900]);
     check_recall(Numerics::Reference, &[64, 160, 256, 512, 1024, 2048, 3072, 3900]);
 }
+
+/// Pitfall 55: the remainder of the prompt's length by 4 and by 128, which is what the compressors hold back, does not
+/// matter; other stacks lost an answer's end at 3 of 4.
+#[test]
+fn a_word_is_recalled_whatever_the_prompts_length_leaves_to_the_compressors() {
+    let engine = subject::engine(&folder(), Numerics::Reference);
+    let prompts = golden::json(&folder().join("recall.json"));
+    let ids = |value: &serde_json::Value| -> Vec<u32> {
+        value.as_array().expect("ids").iter().map(|id| id.as_u64().expect("an id") as u32).collect()
+    };
+    let prompt = prompts.as_array().expect("prompts").iter().find(|p| p["distance"] == 256).expect("a prompt");
+    let (tokens, answer) = (ids(&prompt["prompt"]), ids(&prompt["answer"]));
+    let more = passage();
+    for remainder in [0, 1, 2, 3, 62, 63, 64, 65, 124, 125, 126, 127] {
+        // words of the passage between the start and the prompt
+        let filler = 1 + (remainder + 128 - (tokens.len() + 1) % 128) % 128;
+        let padded = [&tokens[..1], &more[1..=filler], &tokens[1..]].concat();
+        assert_eq!(padded.len() % 128, remainder);
+        let mut session = subject::session(&engine, padded.len() + answer.len());
+        session.feed(&padded).expect("the prompt is fed");
+        for &want in &answer {
+            let got = argmax(subject::logits(&session));
+            assert_eq!(got, want, "a prompt of {} tokens", padded.len());
+            session.feed(&[got]).expect("the answer is fed");
+        }
+    }
+}

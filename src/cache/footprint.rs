@@ -100,6 +100,7 @@ mod tests {
         bytes.window + bytes.state + bytes.pages
     }
 
+    /// Pitfall 51.
     #[test]
     fn the_published_sizes_at_a_million_tokens_come_out_to_the_byte() {
         let pro = |format| cache(61, LayerKind::C128a, format);

@@ -471,6 +471,7 @@ fn what_compaction_frees_can_be_had_by_pages_of_any_size() {
     assert_eq!(device.stats().pool, PoolUsage::default());
 }
 
+/// Pitfall 68. Weights are never evicted here; pages are what is moved and given to others while in use.
 #[test]
 fn pages_keep_their_content_while_others_compact() {
     let memory = Arc::new(FakeMemory::new(60 * layout().slab_bytes()).late(Duration::from_micros(50)));

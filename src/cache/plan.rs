@@ -124,6 +124,7 @@ mod tests {
         Config::from_file("examples/models/tiny-v4/config.json".as_ref()).unwrap()
     }
 
+    /// Pitfall 65.
     #[test]
     fn what_the_plan_says_fits_does_and_nothing_more() {
         let config = tiny();

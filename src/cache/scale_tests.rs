@@ -115,6 +115,7 @@ fn ten_thousand_prefixes_are_told_apart_and_evicted_from_the_oldest() {
     assert_eq!(manager.stats().pool.used_bytes, 0);
 }
 
+/// Pitfall 51.
 #[test]
 fn positions_beyond_32_bits_are_positions_like_any_other() {
     let layout = CacheLayout {

@@ -388,6 +388,7 @@ mod tests {
         }
     }
 
+    /// Pitfall 50.
     #[test]
     fn a_memory_beyond_all_numbers_is_used_as_far_as_they_reach() {
         let slabs = Slabs::new([64 * 584, 64 * 68, 2 * 584], u64::MAX);

@@ -497,6 +497,7 @@ mod tests {
         assert!(error.message().contains(reason), "{error}");
     }
 
+    /// Pitfall 97.
     #[test]
     fn options_of_older_and_newer_callers_are_read() {
         assert_eq!(read(&[24, 1, 2]).map(|o| (o.first, o.second)), Ok((1, 2)));
@@ -507,6 +508,7 @@ mod tests {
         assert_eq!(unsafe { options::<Known>(std::ptr::null()) }, Ok(Known::defaults()));
     }
 
+    /// Pitfall 97.
     #[test]
     fn an_unknown_tail_and_impossible_sizes_are_refused() {
         refused(&[40, 1, 2, 0, 0x0700], "the byte at offset 33 is 7");

@@ -232,6 +232,7 @@ mod tests {
         }
     }
 
+    /// Pitfall 98.
     #[test]
     fn numbers_are_dense_and_names_are_unique() {
         for (i, (status, name)) in dsv4_status::ALL.iter().enumerate() {

@@ -4,6 +4,7 @@
 pub mod checkpoint;
 pub mod draw;
 pub mod golden;
+pub mod long;
 pub mod metrics;
 pub mod shared;
 pub mod subject;

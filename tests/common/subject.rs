@@ -49,6 +49,23 @@ pub fn engine_with(folder: &Path, options: EngineOptions) -> Arc<Engine> {
     open(folder, on_device(options))
 }
 
+/// The trained model with another `max_position_embeddings`.
+pub fn with_context(positions: usize) -> tempfile::TempDir {
+    let (folder, dir) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4"), tempfile::tempdir());
+    let dir = dir.expect("a temporary folder");
+    for entry in std::fs::read_dir(&folder).expect("the model").map(|entry| entry.expect("a file").path()) {
+        if entry.is_file() {
+            std::fs::copy(&entry, dir.path().join(entry.file_name().expect("a name"))).expect("it is copied");
+        }
+    }
+    let (file, from) = (dir.path().join("config.json"), "\"max_position_embeddings\": 65536");
+    let config = std::fs::read_to_string(&file).expect("a config");
+    assert!(config.contains(from));
+    let to = format!("\"max_position_embeddings\": {positions}");
+    std::fs::write(&file, config.replace(from, &to)).expect("it is written");
+    dir
+}
+
 /// A session with room for `context` tokens.
 pub fn session(engine: &Arc<Engine>, context: usize) -> Session {
     Session::new(engine, SessionOptions { context, ..Default::default() }).expect("a session")

@@ -24,6 +24,7 @@ pub(crate) fn no_panics_armed() -> RwLockReadGuard<'static, ()> {
     TURN.read().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Pitfall 102.
 #[test]
 fn panics_inside_print_nothing_and_the_hosts_hook_goes_on() {
     let child = Command::new(env::current_exe().expect("this test"))

@@ -4,6 +4,7 @@ use super::signatures::Signature;
 use super::world::World;
 use super::{INVALID_ARGUMENT, OK, hook};
 
+/// Pitfall 100.
 #[test]
 fn null_for_any_pointer_is_named_or_documented() {
     let _turn = hook::no_panics_armed();

@@ -9,6 +9,7 @@ use super::signatures::Signature;
 use super::world::{World, is_object};
 use super::{PANIC, POISONED, hook};
 
+/// Pitfall 100.
 #[test]
 fn a_panic_in_any_function_is_stopped_and_reported_and_poisons_its_object() {
     let _turn = hook::panics_are_mine();

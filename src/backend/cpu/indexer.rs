@@ -187,6 +187,9 @@ fn best(scores: &mut [f32], ids: &mut [u32]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::cpu::attention::{Attention, Entries, attend};
+    use crate::cache::{CacheLayout, CacheManager, CacheOptions, KvFormat, LayerLayout, SequenceCache, StagedLayer};
+    use crate::model::config::LayerKind;
 
     #[test]
     fn hadamard_is_its_own_inverse_and_keeps_length() {
@@ -206,6 +209,7 @@ mod tests {
         assert!(x.iter().zip(&before).all(|(a, b)| (a - b).abs() < 1e-5));
     }
 
+    /// Pitfall 59.
     #[test]
     fn equal_scores_go_to_the_lower_entry() {
         let mut ids = [9; 4];
@@ -215,6 +219,7 @@ mod tests {
         assert_eq!(ids, [1, 3, 4, 0]);
     }
 
+    /// Pitfall 54.
     #[test]
     fn nan_and_infinite_scores_give_valid_unique_entries() {
         for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
@@ -228,6 +233,7 @@ mod tests {
         }
     }
 
+    /// Pitfall 61: where the rectifier is.
     #[test]
     fn combine_weighs_after_the_relu_and_rounds_where_the_official_code_does() {
         let mut out = [0.0; 2];
@@ -235,5 +241,115 @@ mod tests {
         assert_eq!(out, [0.0, -3.0]);
         combine(&[1.003, 0.0], &[1.0], true, &mut out);
         assert_eq!(out, [round_bf16(1.003), 0.0]);
+    }
+
+    const HEADS: usize = 4;
+    const DIM: usize = 32;
+
+    fn sine(seed: usize, len: usize) -> Vec<f32> {
+        (0..len).map(|i| ((seed * 7919 + i * 104_729) as f32 * 0.37).sin()).collect()
+    }
+
+    /// A sequence with one layer of ratio 4 that has seen `tokens`; the key of entry j is `key(j)`, its row depends on j.
+    fn sequence(tokens: usize, key: &dyn Fn(usize) -> Vec<f32>) -> SequenceCache {
+        let layer = LayerLayout { kind: LayerKind::C4a, main_state: 24 * 8, index_state: 24 * DIM };
+        let (head_dim, rope_dim, format) = (8, 0, KvFormat::F32);
+        let layout = CacheLayout { format, head_dim, rope_dim, index_dim: DIM, window: 128, layers: vec![layer] };
+        let manager = CacheManager::new(layout.clone(), CacheOptions::PRIVATE, b"");
+        let mut cache = SequenceCache::new(&manager, 0).unwrap();
+        let mut staged = cache.stage(tokens).unwrap();
+        let StagedLayer { rows, entries, keys, .. } = &mut staged.layers[0];
+        for (i, row) in rows.chunks_exact_mut(layout.row_bytes()).enumerate() {
+            layout.encode_row(&sine(i % 1021, head_dim), row);
+        }
+        for j in 0..tokens / 4 {
+            entries.resize((j + 1) * layout.row_bytes(), 0);
+            layout.encode_row(&sine(j % 1021 + 5000, head_dim), &mut entries[j * layout.row_bytes()..]);
+            keys.resize((j + 1) * layout.key_bytes(), 0);
+            layout.encode_key(&key(j), &mut keys[j * layout.key_bytes()..]);
+        }
+        cache.commit(staged);
+        cache
+    }
+
+    /// Chosen entries of `rows` queries that begin at the sequence's end.
+    fn chosen(cpu: &Cpu, cache: &mut SequenceCache, q: &[f32], weights: &[f32], k: usize) -> Selection {
+        let staged = cache.stage(weights.len() / HEADS).unwrap();
+        let queries = Queries { q, weights, heads: HEADS, dim: DIM, start: cache.len(), bf16: false };
+        select(cpu, &queries, cache.view(0, &staged), k).unwrap()
+    }
+
+    /// Pitfall 56: a million tokens back or a moment ago, and around 2^16 tokens and 2^16 entries, the planted entries are
+    /// all of the choice; where it is one short, the lowest of them is left out.
+    #[test]
+    fn planted_entries_are_all_found_anywhere_in_a_million_tokens() {
+        let planted =
+            [0, 1, 2047, 2048, 4095, 4096, 16_383, 16_384, 65_535, 65_536, 65_537, 131_072, 200_001, 262_142, 262_143];
+        let needle = sine(3, DIM);
+        let key = |j: usize| match planted.iter().position(|&p| p == j) {
+            Some(rank) => needle.iter().map(|v| v * (3.0 + rank as f32 / 8.0)).collect(),
+            None => sine(j % 1021, DIM),
+        };
+        let mut cache = sequence(1 << 20, &key);
+        let cpu = Cpu::new(2).unwrap();
+        // the last row's own entry is staged by nobody, so the rows end before it
+        let (q, weights) = (needle.repeat(3 * HEADS), [1.0; 3 * HEADS]);
+        for k in [planted.len(), planted.len() - 1] {
+            let selection = chosen(&cpu, &mut cache, &q, &weights, k);
+            for row in 0..3 {
+                let mut ids: Vec<usize> = selection.row(row).iter().map(|&id| id as usize).collect();
+                assert!(ids.windows(2).all(|pair| pair[0] > pair[1]), "the best first: {ids:?}");
+                ids.reverse();
+                assert_eq!(ids, planted[planted.len() - k..], "top {k}, row {row}");
+            }
+        }
+    }
+
+    /// Pitfall 56: up to k entries the choice is all of them and attention the dense one; from then on the weakest is left
+    /// out and nothing else.
+    #[test]
+    fn attention_is_dense_up_to_k_entries_and_leaves_the_weakest_out_from_then_on() {
+        let (cpu, k) = (Cpu::new(1).unwrap(), 16);
+        let (q, weights) = (sine(11, HEADS * DIM), [1.0, 0.5, 2.0, 1.5]);
+        for entries in k - 1..=k + 2 {
+            for rest in 0..4 {
+                let tokens = 4 * entries + rest - 1;
+                let mut cache = sequence(tokens, &|j| sine(j + 40, DIM));
+                // the query's own token completes an entry where it is the fourth
+                let mut staged = cache.stage(1).unwrap();
+                let visible = (tokens + 1) / 4;
+                if visible > tokens / 4 {
+                    let layout = cache.layout();
+                    let StagedLayer { entries, keys, .. } = &mut staged.layers[0];
+                    entries.resize(layout.row_bytes(), 0);
+                    layout.encode_row(&sine(visible - 1 + 5000, 8), entries);
+                    keys.resize(layout.key_bytes(), 0);
+                    layout.encode_key(&sine(visible - 1 + 40, DIM), keys);
+                }
+                let queries = Queries { q: &q, weights: &weights, heads: HEADS, dim: DIM, start: tokens, bf16: false };
+                let view = cache.view(0, &staged);
+                let selection = select(&cpu, &queries, view, k).unwrap();
+                let mut ids = selection.row(0).to_vec();
+                ids.sort_unstable();
+                let all = scores(&cpu, &queries, view, 0, 1).unwrap().swap_remove(0);
+                assert_eq!(all.len(), visible);
+                let mut want: Vec<u32> = (0..visible as u32).collect();
+                want.sort_by(|&a, &b| all[b as usize].total_cmp(&all[a as usize]));
+                want.truncate(k);
+                want.sort_unstable();
+                assert_eq!(ids, want, "{tokens} tokens before the query");
+
+                let attention = |entries: Entries<'_>| {
+                    let (heads, dim, sink) = (2, 8, &[0.1, -0.2]);
+                    let a = Attention { heads, dim, start: tokens, sink, weights_bf16: false, bf16: false };
+                    let mut out = vec![0.0; heads * dim];
+                    attend(&cpu, a, &sine(2, heads * dim), view, entries, &mut out).unwrap();
+                    out
+                };
+                let (sparse, dense) = (attention(Entries::Selected(&selection)), attention(Entries::All { ratio: 4 }));
+                let far = sparse.iter().zip(&dense).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert_eq!(far < 1e-6, visible <= k, "{visible} entries, top {k}: {far}");
+            }
+        }
     }
 }

@@ -97,6 +97,7 @@ mod tests {
         assert!((f64::from(f[31]) / 10_000f64.powf(-62.0 / 64.0) - 1.0).abs() < 1e-7);
     }
 
+    /// Pitfall 51.
     #[test]
     fn rotating_back_undoes_rotating_at_every_range_of_positions() {
         let positions = [0usize, 1, 127, 65_535, 65_536, 1_048_575];

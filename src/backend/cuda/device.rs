@@ -312,6 +312,7 @@ mod tests {
         check_arch((12, 1), "Spark", 0).unwrap();
     }
 
+    /// Pitfall 53.
     #[test]
     fn faults_are_sticky_and_refusals_are_not() {
         for sticky in [CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, CUresult::CUDA_ERROR_LAUNCH_FAILED] {

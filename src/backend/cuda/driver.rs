@@ -170,6 +170,7 @@ mod tests {
     use super::*;
     use crate::error::ErrorKind;
 
+    /// Pitfall 103.
     #[test]
     fn a_machine_without_a_driver_gets_a_reason_not_a_panic() {
         match devices() {
@@ -195,7 +196,8 @@ mod tests {
         check_version(13_000).unwrap();
     }
 
-    /// The list must name every driver function in this folder's sources, or a missing one would panic inside cudarc.
+    /// Pitfalls 99, 103: the list must name every driver function in this folder's sources, or a missing one would panic
+    /// inside cudarc.
     #[test]
     fn every_driver_function_that_is_called_is_probed_first() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/backend/cuda");

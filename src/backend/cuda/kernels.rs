@@ -130,6 +130,13 @@ impl Kernels {
     }
 }
 
+impl Drop for Kernels {
+    /// Loading that ended early, in a context that is current; otherwise everything was given up before.
+    fn drop(&mut self) {
+        self.unload();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

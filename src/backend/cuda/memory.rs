@@ -272,6 +272,7 @@ mod tests {
         assert!(error.message().contains("more") && error.message().contains("774"), "{error}");
     }
 
+    /// Pitfalls 50, 51.
     #[test]
     fn sizes_beyond_32_bits_and_beyond_64_bits_are_told_apart() {
         let mut arena = Arena::counting();

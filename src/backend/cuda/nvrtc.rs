@@ -108,7 +108,7 @@ impl Nvrtc {
             )
         };
         if status != 0 {
-            bail!(Unsupported, "NVRTC refused {name}: error {status}");
+            return Err(refused(status, format!("NVRTC refused {name}: error {status}")));
         }
         // Hopper's own instructions need its own target
         let own = if arch == (9, 0) { "a" } else { "" };
@@ -122,10 +122,7 @@ impl Nvrtc {
         } else {
             let log = self.fetch(program, self.log_size, self.log).unwrap_or_default();
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
-            Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("NVRTC cannot compile {name} for sm_{}{}: {log}", arch.0, arch.1),
-            ))
+            Err(refused(status, format!("NVRTC cannot compile {name} for sm_{}{}: {log}", arch.0, arch.1)))
         };
         // SAFETY: made above, destroyed once.
         let _ = unsafe { (self.destroy)(&raw mut program) };
@@ -142,16 +139,22 @@ impl Nvrtc {
             status = unsafe { copy(program, bytes.as_mut_ptr().cast()) };
         }
         if status != 0 {
-            bail!(Unsupported, "NVRTC does not hand out what it compiled: error {status}");
+            return Err(refused(status, format!("NVRTC does not hand out what it compiled: error {status}")));
         }
         Ok(bytes)
     }
+}
+
+/// NVRTC's refusal; its first error is that of memory.
+fn refused(status: c_int, message: String) -> Error {
+    Error::new(if status == 1 { ErrorKind::OutOfMemory } else { ErrorKind::Unsupported }, message)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Pitfall 104.
     #[test]
     fn without_nvrtc_there_is_a_remedy_and_with_it_errors_are_the_compilers_words() {
         match compile("broken.cu", b"this is no kernel", &[], (8, 0)) {

@@ -223,15 +223,18 @@ impl Stream {
         let result = queue();
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream lives, the pointer outlives the call; also ends a capture that went wrong.
-        let status = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };
-        result?;
-        self.gpu.check("ending a graph", status)?;
+        let ended = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the graph was just made.
-        let status = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut raw, graph, 0) };
-        // SAFETY: as above; the executable graph does not need it.
-        let _ = unsafe { sys::cuGraphDestroy(graph) };
-        self.gpu.check("instantiating a graph", status)?;
+        let made = result.and_then(|()| self.gpu.check("ending a graph", ended)).and_then(|()| {
+            // SAFETY: the graph was just made.
+            let status = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut raw, graph, 0) };
+            self.gpu.check("instantiating a graph", status)
+        });
+        if !graph.is_null() {
+            // SAFETY: as above; the executable graph does not need it.
+            let _ = unsafe { sys::cuGraphDestroy(graph) };
+        }
+        made?;
         drop(current);
         Ok(Graph { gpu: self.gpu.clone(), raw })
     }

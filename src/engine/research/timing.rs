@@ -1,4 +1,4 @@
-//! Times of steps behind long contexts, for benchmarks.
+//! Steps behind long contexts, for benchmarks and tests.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment};
 
-/// Times of steps behind a long context, for benchmarks.
+/// Steps behind a long context.
 pub struct Timing {
     engine: Arc<Engine>,
     cache: SequenceCache,
@@ -29,9 +29,24 @@ impl Timing {
         Ok(timing)
     }
 
-    /// Takes `ids` through the model and keeps them; the logits behind the last are computed.
-    pub fn step(&mut self, ids: &[u32]) -> Result<()> {
-        self.engine.step(&mut self.cache, ids, LogitRows::Last, &mut |_| Ok(())).map(drop)
+    /// Appends copies of the last block of 256 tokens, which is full, in pages of their own.
+    pub fn repeat(&mut self, times: usize) -> Result<()> {
+        self.cache.repeat_last_block(times)
+    }
+
+    /// Another one at the same place; what either computes from here on is its own.
+    pub fn fork(&self) -> Result<Self> {
+        Ok(Self { engine: Arc::clone(&self.engine), cache: self.cache.fork()? })
+    }
+
+    /// Tokens so far.
+    pub fn position(&self) -> usize {
+        self.cache.len()
+    }
+
+    /// Takes `ids` through the model and keeps them: the logits behind the last.
+    pub fn step(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
+        self.engine.step(&mut self.cache, ids, LogitRows::Last, &mut |_| Ok(()))
     }
 
     /// Microseconds of each layer, and of the head, in a step of `ids`, which are not kept. The indexer works on a second

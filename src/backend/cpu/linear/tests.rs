@@ -414,6 +414,7 @@ fn assert_alone_as_together(pool: &Pool, simd: Simd, matrix: &Matrix, input: &[f
     }
 }
 
+/// Pitfall 69: one token's integer kernel and many tokens' float32 kernel.
 #[test]
 fn quantised_tokens_give_the_same_bits_alone_as_among_others() {
     let pool = pool(2);

@@ -15,6 +15,7 @@ pub(super) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
+/// Pitfall 106.
 #[test]
 fn detection_picks_the_last_available_level_and_refuses_no_available_one() {
     let available = Simd::available();

@@ -55,8 +55,8 @@ fn kernels(lab: &Lab<'_>) -> Vec<(AttentionKernel, &'static str)> {
     all
 }
 
-/// Pages beyond 4 GiB, whose offsets and whose ids times their bytes do not fit 32 bits, are found: the bits are those of
-/// the same pages near the beginning.
+/// Pitfall 50: pages beyond 4 GiB, whose offsets and whose ids times their bytes do not fit 32 bits, are found: the bits
+/// are those of the same pages near the beginning.
 pub(super) fn far_pages(lab: &mut Lab<'_>) -> Result<()> {
     const FAR: usize = 5 << 30;
     let (heads, position, width, window) = (64, 700, 96, 128);

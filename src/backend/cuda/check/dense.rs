@@ -132,6 +132,7 @@ pub(super) fn quantise(lab: &mut Lab<'_>) -> Result<()> {
 pub(super) const YARN: Yarn =
     Yarn { factor: 16.0, beta_fast: 32.0, beta_slow: 1.0, original_max_position_embeddings: 65536 };
 
+/// Pitfall 51: positions to the last of a million.
 pub(super) fn rotations(lab: &mut Lab<'_>) -> Result<()> {
     let positions: Vec<u32> = vec![0, 1, 3, 126, 127, 128, 4095, 65_535, 65_536, 1_048_575];
     let (plain, yarn) = (frequencies(64, 10_000.0, None), frequencies(64, 160_000.0, Some(&YARN)));
@@ -469,6 +470,7 @@ pub(super) fn argmax(lab: &mut Lab<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Pitfalls 54, 58, 59: NaN, infinities, equal and nearly equal values, and k of either release, among 262,144.
 pub(super) fn top_k(lab: &mut Lab<'_>) -> Result<()> {
     for k in [1, 16, 512, 1024] {
         // 262144 entries are a context of a million tokens

@@ -8,6 +8,7 @@ mod attention;
 mod dense;
 mod experts;
 mod lab;
+mod long;
 mod pages;
 mod sequence;
 mod timing;
@@ -98,6 +99,8 @@ const GROUPS: &[(&str, Group)] = &[
     ("indexer", sequence::indexer),
     ("attend", attention::attend),
     ("far pages", attention::far_pages),
+    ("far writes", sequence::far_writes),
+    ("long context", long::long_context),
 ];
 
 /// Runs the checks and tells `seen` each outcome as it comes; true if all passed. A check that cannot run is an error.

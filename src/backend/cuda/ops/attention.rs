@@ -284,6 +284,7 @@ mod tests {
         Limits { name: String::new(), arch: (9, 0), multiprocessors: 132, shared_bytes, l2_bytes: 0 }
     }
 
+    /// Pitfall 58.
     #[test]
     fn head_counts_waste_at_most_one_tile_and_fit_the_device() {
         let (hopper, ada) = (device(227 << 10), device(99 << 10));

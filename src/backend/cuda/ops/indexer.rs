@@ -96,7 +96,7 @@ pub(crate) struct Scores<'a> {
     pub(crate) visible: usize,
     /// Products, weighted products and sums are rounded to bf16.
     pub(crate) stepwise: bool,
-    /// `[1]`, set to 1 if a score is NaN: one that is compared would not show.
+    /// `[1]`, set to 1 if a score is NaN or infinite: one that is compared would not show.
     pub(crate) bad: Option<&'a Buffer<u32>>,
 }
 
@@ -272,4 +272,21 @@ pub(crate) fn argmax(stream: &Stream, logits: &Buffer<f32>, ids: &Buffer<u32>, v
     let kernel = stream.gpu().kernel("argmax")?;
     // SAFETY: sizes checked above.
     unsafe { stream.launch(kernel, rows(count, 1024), &params) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pitfall 58: neither release's k is a special case, at any context.
+    #[test]
+    fn both_releases_choose_among_a_million_tokens_with_the_same_kernels() {
+        for k in [512, 1024] {
+            for pitch in [1, k, CHUNK, CHUNK + 1, 262_144] {
+                let parts = top_k_parts(pitch, k);
+                assert!(parts <= CHUNK, "top {k} of {pitch}: {parts} candidates do not fit the block that merges them");
+                assert_eq!(parts == 0, pitch <= CHUNK, "one block sees up to {CHUNK}");
+            }
+        }
+    }
 }
