@@ -54,8 +54,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use model::{Model, Numerics};
 pub use sampler::{Sampler, SamplerOptions};
 pub use session::{
-    CancelToken, Finish, GenerateOptions, Generation, Piece, Progress, SaveOptions, Saved, Session, SessionFile,
-    SessionFileInfo, SessionOptions,
+    CallOptions, CancelToken, Finish, GenerateOptions, Generation, Piece, Progress, SaveOptions, Saved, Session,
+    SessionFile, SessionFileInfo, SessionOptions,
 };
 pub use tokenizer::{Markup, Tokenizer};
 

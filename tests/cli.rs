@@ -138,7 +138,17 @@ fn help_explains_every_option_of_every_command() {
     let run = ["--prompt", "--prompt-file", "--bos", "--no-bos", "--markup", "--max-tokens", "--stop", "--ignore-eos"];
     let run_output = ["--echo", "--no-echo", "--stats", "--session"];
     let eval = ["--text", "--limit", "--recall", "--recall-distances", "--filler", "--cases", "--json", "--context"];
-    let bench = ["--prefill", "--decode", "--context", "--repetitions", "--bandwidth", "--seed", "--json", "--csv"];
+    let bench = [
+        "--prefill",
+        "--decode",
+        "--context",
+        "--repetitions",
+        "--bandwidth",
+        "--sessions",
+        "--seed",
+        "--json",
+        "--csv",
+    ];
     let chat = ["--system", "--thinking", "--effort", "--tools", "--max-tokens", "--stats", "--session"];
     let commands: [(&str, Vec<&str>); 8] = [
         ("run", [&run[..], &run_output, &sampling, &engine].concat()),
@@ -205,6 +215,7 @@ fn wrong_usage_is_exit_code_2_and_says_what_is_wrong() {
     misused(&["chat", MODEL, "--effort", "high"], "--thinking");
     misused(&["eval", MODEL], "--text");
     misused(&["bench", MODEL, "--decode", "0", "--bandwidth"], "--decode");
+    misused(&["bench", MODEL, "--decode", "0", "--sessions", "2"], "--decode");
     misused(&["bench", MODEL, "--json", "--csv"], "cannot be used with");
     misused(&["trace", MODEL, "--out", "x"], "--tokens");
 }
@@ -572,6 +583,26 @@ fn eval_refuses_what_it_cannot_read() {
     let long = r#"[{"distance": 1, "prompt": [4000000], "answer": [1]}]"#;
     fs::write(&file, long).unwrap();
     fails(&["eval", MODEL, "--recall", text(&file)], &["4000000"]);
+}
+
+#[test]
+fn bench_measures_sessions_that_decode_together_and_beside_a_prompt() {
+    let arguments =
+        ["bench", MODEL, "--sessions", "1,3", "--decode", "4", "--prefill", "20", "--repetitions", "2", "--json"];
+    let rows = json(&arguments);
+    let rows = rows.as_array().unwrap();
+    let kinds: Vec<_> =
+        rows.iter().map(|r| (r["sessions"].as_u64().unwrap(), r["reading"].as_u64().unwrap())).collect();
+    assert_eq!(kinds, [(1, 0), (1, 20), (3, 0), (3, 20)]);
+    for r in rows {
+        let between = |key: &str| r["ms_between_tokens"][key].as_f64().unwrap();
+        assert!(
+            0.0 < between("median") && between("median") <= between("p99") && between("p99") <= between("max"),
+            "{r}"
+        );
+        assert!(r["tokens_per_second"].as_f64().unwrap() > 0.0);
+        assert_eq!(r["reader_tokens_per_second"].is_f64(), r["reading"] == 20, "{r}");
+    }
 }
 
 #[test]

@@ -1,10 +1,13 @@
 //! An engine: one model on one device with its numerics, threads and cache format. Sessions run on it.
 #![forbid(unsafe_code)]
 
+mod batch;
+mod cancel;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod options;
 pub mod research;
+mod step;
 
 use std::sync::Arc;
 
@@ -13,10 +16,17 @@ use crate::cache::file::Identity;
 use crate::cache::tier::Tiers;
 use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, PageMemory, SequenceCache};
 use crate::error::{Result, bail};
-use crate::model::deepseek_v4::{LogitRows, Probe, Segment, Tables, Trunk};
+use crate::model::deepseek_v4::{Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
 
+use batch::Batcher;
+use step::Job;
+
+pub(crate) use batch::Home;
+pub use cancel::CancelToken;
+pub(crate) use cancel::Stop;
 pub use options::{DeviceChoice, EngineOptions};
+pub(crate) use step::{Done, Terms};
 
 /// One model ready to run. Shared between sessions and threads.
 ///
@@ -33,6 +43,7 @@ pub struct Engine {
     tables: Tables,
     device: Device,
     cache: Arc<CacheManager>,
+    batcher: Batcher<Job, Done>,
 }
 
 /// What runs the layers.
@@ -84,7 +95,8 @@ impl Engine {
             simd = cpu.simd.level().name(), "engine ready"
         );
         let cache = CacheManager::with_memory(layout, options.cache_options(limit), context.as_bytes(), tiers, memory);
-        Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables, device, cache }))
+        let batcher = Batcher::new(options.prefill_chunk, device.sequences());
+        Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables, device, cache, batcher }))
     }
 
     /// The model it runs.
@@ -152,39 +164,19 @@ impl Engine {
         identity(&self.model, &self.options, self.cache.layout())
     }
 
-    /// Runs `tokens` behind what `cache` holds and commits them. On error, and when `between` ends the step with one,
-    /// the cache is as before. Returns the logits of the rows asked for, `[rows, vocab]`.
-    pub(crate) fn step(
-        &self,
-        cache: &mut SequenceCache,
-        tokens: &[u32],
-        rows: LogitRows,
-        between: &mut (dyn FnMut(usize) -> Result<()> + Send),
-    ) -> Result<Vec<f32>> {
-        self.model.checkpoint().check_sizes()?;
-        let staged = self.with_room(|| cache.stage(tokens.len()))?;
-        let mut segments = [Segment { cache, staged, tokens }];
-        let logits = self.run(&mut segments, rows, between)?;
-        let [Segment { staged, .. }] = segments;
-        cache.commit(staged);
-        self.cache.count_computed(tokens.len());
-        Ok(logits)
-    }
-
     /// Takes the segments' tokens through the layers, on whichever device; they may be committed then.
     fn run(
         &self,
         segments: &mut [Segment<'_>],
-        rows: LogitRows,
         between: &mut (dyn FnMut(usize) -> Result<()> + Send),
     ) -> Result<Vec<f32>> {
         match &self.device {
             Device::Cpu => {
                 let trunk = self.trunk(Rounding::from(self.options.numerics));
-                self.cpu.pool.enter(|| trunk.step(segments, rows, between, &mut Probe::off()))
+                self.cpu.pool.enter(|| trunk.step(segments, between, &mut Probe::off()))
             }
             #[cfg(feature = "cuda")]
-            Device::Gpu(gpu) => gpu.step(segments, rows, between),
+            Device::Gpu(gpu) => gpu.step(segments, between),
         }
     }
 
@@ -255,6 +247,15 @@ impl Device {
             Self::Cpu => wanted,
             #[cfg(feature = "cuda")]
             Self::Gpu(gpu) => gpu.rows(),
+        }
+    }
+
+    /// Most sequences of a step.
+    fn sequences(&self) -> usize {
+        match self {
+            Self::Cpu => usize::MAX,
+            #[cfg(feature = "cuda")]
+            Self::Gpu(gpu) => gpu.sequences(),
         }
     }
 

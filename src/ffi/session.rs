@@ -370,7 +370,7 @@ pub unsafe extern "C" fn dsv4_session_keep_common(
 }
 
 /// Cancels the running call of this session, or its next one if none is running: it returns `CANCELLED` within the time
-/// of one layer of one chunk. From any thread, at any time before the session is freed; it never waits. A cancel that
+/// of one layer of one chunk, or of the chunk where other sessions' calls share it. From any thread, at any time before the session is freed; it never waits. A cancel that
 /// comes when the call it was meant for has just ended counts for the next one; `dsv4_session_clear` takes it back.
 ///
 /// Errors: only `INVALID_ARGUMENT`.

@@ -1,7 +1,6 @@
 //! A session: one token timeline with its cache, fed and sampled by one thread at a time.
 #![forbid(unsafe_code)]
 
-mod cancel;
 pub mod eval;
 mod file;
 mod generate;
@@ -11,15 +10,16 @@ mod stop;
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::TokenId;
 use crate::alloc;
 use crate::cache::{BLOCK_TOKENS, CacheBytes, Checkpoint, Mark, PrefixKey, SequenceCache, State};
-use crate::engine::Engine;
+use crate::engine::{Done, Engine, Home, Stop, Terms};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
 
-pub use cancel::CancelToken;
+pub use crate::engine::CancelToken;
 pub use file::{SaveOptions, Saved, SessionFile, SessionFileInfo};
 pub(crate) use generate::Decoding;
 pub use generate::{Finish, GenerateOptions, Generation, Piece};
@@ -57,6 +57,20 @@ impl SessionOptions {
     }
 }
 
+/// How a session's calls are treated among those of others. Calls that wait at the same time go through the model together;
+/// each of their threads may be the one that does the work.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallOptions {
+    /// Higher goes first where not all fit into a step; nobody waits for ever.
+    pub priority: i32,
+    /// How long one call may take, from its beginning; `None` is no limit. One that takes longer ends with `Cancelled`
+    /// within one chunk, and what was complete stays. Each token of a generation is a call.
+    pub time_limit: Option<Duration>,
+    /// The calling thread does no work for the model, but waits for others: for threads with little stack or much
+    /// priority. Something must work then: calls of other sessions, or a thread in [`Engine::run_waiting_step`].
+    pub waits_only: bool,
+}
+
 /// How far a call to [`Session::feed_with`] has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
@@ -78,7 +92,7 @@ pub struct Progress {
 /// ```
 pub struct Session {
     engine: Arc<Engine>,
-    cache: SequenceCache,
+    cache: Home<SequenceCache>,
     context: usize,
     tokens: Vec<TokenId>,
     /// Logits behind the last token; empty before the first.
@@ -95,6 +109,7 @@ pub struct Session {
     /// Tokens that were reused from other prompts instead of computed.
     reused: u64,
     cancel: CancelToken,
+    calls: CallOptions,
 }
 
 impl Session {
@@ -111,7 +126,7 @@ impl Session {
     fn over(engine: &Arc<Engine>, context: usize, cache: SequenceCache, rollback: usize) -> Self {
         Self {
             engine: Arc::clone(engine),
-            cache,
+            cache: engine.home(cache),
             context,
             tokens: Vec::new(),
             logits: Vec::new(),
@@ -121,7 +136,8 @@ impl Session {
             earlier: VecDeque::new(),
             rollback,
             reused: 0,
-            cancel: CancelToken::new(),
+            cancel: CancelToken::default(),
+            calls: CallOptions::default(),
         }
     }
 
@@ -175,14 +191,15 @@ impl Session {
         self.earlier
             .try_reserve(kept)
             .map_err(|_| Error::out_of_memory("earlier logits", (kept * size_of::<Vec<f32>>()) as u64))?;
+        let terms = self.terms(tokens.len());
         let mut done = if rows == LogitRows::Last { self.reuse(tokens)? } else { 0 };
         let end = self.position() + tokens.len() - done;
         while done < tokens.len() {
             let part = &tokens[done..done + self.next_chunk(end)];
             let last = done + part.len() == tokens.len();
             let wanted = if rows == LogitRows::Last && !last { LogitRows::None } else { rows };
-            let cancel = &self.cancel;
-            let logits = self.engine.step(&mut self.cache, part, wanted, &mut |_| cancel.check())?;
+            let Done { tokens: taken, logits } = self.engine.step(&mut self.cache, part, wanted, &terms)?;
+            let (part, last) = (&part[..taken], last && taken == part.len());
             // until the call is complete the session's logits would be those of an older token
             self.retire_logits(part.len());
             self.tokens.extend_from_slice(part);
@@ -206,6 +223,13 @@ impl Session {
             self.set_mark();
         }
         Ok(())
+    }
+
+    /// How a call of `tokens` tokens that begins now is treated.
+    fn terms(&self, tokens: usize) -> Terms {
+        let deadline = self.calls.time_limit.and_then(|limit| Instant::now().checked_add(limit));
+        let stop = Stop { cancel: self.cancel.clone(), deadline };
+        self.engine.begin(tokens, stop, self.calls.priority, !self.calls.waits_only)
     }
 
     /// Puts the logits aside for a rollback, now that `fed` more tokens are about to follow them.
@@ -299,7 +323,7 @@ impl Session {
         self.engine.cache().count_fork();
         Ok(Self {
             engine: Arc::clone(&self.engine),
-            cache: self.cache.fork()?,
+            cache: self.engine.home(self.cache.fork()?),
             context: self.context,
             tokens: alloc::copied("session tokens", &self.tokens)?,
             logits: alloc::copied("logits", &self.logits)?,
@@ -309,7 +333,8 @@ impl Session {
             earlier: self.copy_earlier()?,
             rollback: self.rollback,
             reused: self.reused,
-            cancel: CancelToken::new(),
+            cancel: CancelToken::default(),
+            calls: self.calls,
         })
     }
 
@@ -435,6 +460,16 @@ impl Session {
     /// Tokens that were reused from other prompts instead of computed, over the session's life.
     pub fn reused_tokens(&self) -> u64 {
         self.reused
+    }
+
+    /// How the session's calls are treated from now on.
+    pub fn set_call_options(&mut self, options: CallOptions) {
+        self.calls = options;
+    }
+
+    /// How the session's calls are treated.
+    pub fn call_options(&self) -> CallOptions {
+        self.calls
     }
 
     /// A handle that cancels this session's running call, or its next one, from any thread.

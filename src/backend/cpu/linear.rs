@@ -6,12 +6,15 @@
 //!
 //! One token whose values were rounded to E4M3, as quantised numerics do, meets E2M1 weights in integers where the level
 //! has a kernel for that: faster, same bits. It is recognised by its values, so callers need not say how an input came about.
+//! A few such tokens are taken one by one, band by band of the weights, which then come from the cache.
 //!
 //! Inputs are first brought into the column order in which the weights decode (once per input and storage, however many
 //! jobs share it). For E4M3 the tile scales go into a copy of the input, made per band of 128 rows, with the largest
 //! scale of the band set apart so that scales of any size work. Inputs of E4M3 products must stay below `2^47`, and
 //! single products below `2^-86` of the band's largest scale lose bits to the subnormal range.
 #![forbid(unsafe_code)]
+
+use std::ops::Range;
 
 use super::Pool;
 use super::simd::{
@@ -62,23 +65,25 @@ struct Worker {
 /// `InvalidArgument` if a job's slices do not fit its shape; `OutOfMemory` if the scratch cannot grow. Outputs are
 /// written only on success.
 pub fn run(pool: &Pool, simd: Simd, scratch: &mut Scratch, jobs: &mut [Job<'_>]) -> Result<()> {
-    let mut plans = Vec::new();
-    reserve(&mut plans, jobs.len(), "the products of a step")?;
+    let (mut plans, mut parts) = (Vec::new(), Vec::new());
+    reserve(&mut parts, jobs.len(), "the products of a step")?;
     let mut inputs: Vec<Input<'_>> = Vec::new();
     let (mut prepared_len, mut digits_len) = (0, 0);
-    for job in jobs.iter() {
+    for (number, job) in jobs.iter().enumerate() {
         let tokens = check(job)?;
-        if tokens == 0 {
-            continue;
-        }
-        let input = Input::new(job, tokens, simd, prepared_len, digits_len);
-        let known = inputs.iter().rev().find(|known| known.is_same(&input)).copied();
-        plans.push(Plan { weight: job.weight, input: known.unwrap_or(input), tokens });
-        if known.is_none() {
-            reserve(&mut inputs, 1, "the inputs of a step")?;
-            inputs.push(input);
-            prepared_len += input.prepared_len().next_multiple_of(ALIGNED);
-            digits_len += input.digits;
+        let part = if is_by_token(job, tokens, simd) { 1 } else { tokens.max(1) };
+        parts.push(part);
+        reserve(&mut plans, tokens.div_ceil(part), "the products of a step")?;
+        for first in (0..tokens).step_by(part) {
+            let input = Input::new(job, first..first + part, simd, prepared_len, digits_len);
+            let known = inputs.iter().rev().find(|known| known.is_same(&input)).copied();
+            plans.push(Plan { job: number, weight: job.weight, input: known.unwrap_or(input), tokens: part });
+            if known.is_none() {
+                reserve(&mut inputs, 1, "the inputs of a step")?;
+                inputs.push(input);
+                prepared_len += input.prepared_len().next_multiple_of(ALIGNED);
+                digits_len += input.digits;
+            }
         }
     }
 
@@ -90,7 +95,7 @@ pub fn run(pool: &Pool, simd: Simd, scratch: &mut Scratch, jobs: &mut [Job<'_>])
     prepare(pool, simd, &inputs, prepared, digits, workers)?;
 
     let (prepared, digits) = (&*prepared, &*digits);
-    let outputs = jobs.iter_mut().filter(|job| !job.output.is_empty()).map(|job| &mut *job.output);
+    let outputs = jobs.iter_mut().zip(&parts).flat_map(|(job, &part)| job.output.chunks_mut(part * job.weight.rows));
     let mut slices = bands.split_outputs(&plans, outputs)?;
     let mut units = bands.units(&plans, &mut slices)?;
     let workers = if bands.is_small(&plans) { &mut workers[..1] } else { &mut workers[..] };
@@ -98,9 +103,10 @@ pub fn run(pool: &Pool, simd: Simd, scratch: &mut Scratch, jobs: &mut [Job<'_>])
     Ok(())
 }
 
-/// A job that has been checked.
+/// A job that has been checked, or one token of it.
 #[derive(Clone, Copy)]
 struct Plan<'a> {
+    job: usize,
     weight: MatrixRef<'a>,
     input: Input<'a>,
     tokens: usize,
@@ -110,6 +116,18 @@ impl Plan<'_> {
     fn storage(&self) -> Storage {
         storage(&self.weight)
     }
+}
+
+/// Most tokens that meet E2M1 weights in integers, one by one. Decoding a weight to float32 takes as long as multiplying it
+/// three or four times in integers, and multiplying in float32 is no faster by much.
+const FEW: usize = 12;
+
+/// Whether the job's few tokens are better taken one by one, in integers: they look as if they were rounded to E4M3.
+fn is_by_token(job: &Job<'_>, tokens: usize, simd: Simd) -> bool {
+    // three bits behind the first, times a power of two
+    let is_rounded = |x: &f32| x.to_bits() & 0x000F_FFFF == 0;
+    let is_few = (2..=FEW).contains(&tokens) && storage(&job.weight) == Storage::E2m1 && simd.takes_digits();
+    is_few && (0..tokens).all(|t| job.input[t * job.input_stride..][..job.weight.cols].iter().all(is_rounded))
 }
 
 fn storage(weight: &MatrixRef<'_>) -> Storage {
@@ -239,6 +257,8 @@ impl Bands {
                 }
             }
         }
+        // a job's tokens that are plans of their own meet each band together
+        units.sort_by_key(|unit| (unit.plan.job, unit.first_row));
         Ok(units)
     }
 }
@@ -255,7 +275,7 @@ struct Unit<'u, 'o> {
 
 impl Unit<'_, '_> {
     fn run(&mut self, simd: Simd, prepared: &[f32], digits: &[Digits], worker: &mut Worker) {
-        let Plan { weight, input, tokens: all_tokens } = self.plan;
+        let Plan { weight, input, tokens: all_tokens, .. } = self.plan;
         let storage = self.plan.storage();
         let tokens = self.output.len();
         let band = weight.band(self.first_row, self.rows);
@@ -342,13 +362,14 @@ struct Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    fn new(job: &Job<'a>, tokens: usize, simd: Simd, offset: usize, digits_offset: usize) -> Self {
+    fn new(job: &Job<'a>, tokens: Range<usize>, simd: Simd, offset: usize, digits_offset: usize) -> Self {
+        let (values, tokens) = (&job.input[tokens.start * job.input_stride..], tokens.len());
         let form = storage(&job.weight).form();
         let cols = job.weight.cols;
         let padded = cols.next_multiple_of(form.group(simd.lanes()));
         let in_digits = form == Form::Nibbles && tokens == 1 && simd.takes_digits();
         let digits = if in_digits { cols.div_ceil(DIGIT_COLS) } else { 0 };
-        Self { values: job.input, stride: job.input_stride, tokens, cols, padded, form, offset, digits, digits_offset }
+        Self { values, stride: job.input_stride, tokens, cols, padded, form, offset, digits, digits_offset }
     }
 
     fn is_same(&self, other: &Self) -> bool {

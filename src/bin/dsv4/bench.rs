@@ -17,6 +17,7 @@ use crate::{output, progress};
 
 mod bandwidth;
 mod layers;
+mod sessions;
 
 use bandwidth::Bandwidth;
 
@@ -32,7 +33,8 @@ with it: the share of the memory bandwidth that decoding reaches.
 
 Examples:
   dsv4 bench examples/models/tiny-v4 --prefill 512 --decode 32 --context 0,1024,4096
-  dsv4 bench MODEL --decode 64 --bandwidth --json";
+  dsv4 bench MODEL --decode 64 --bandwidth --json
+  dsv4 bench MODEL --sessions 1,8 --prefill 0 --context 256";
 
 /// Measure prefill and decode speed at context frontiers
 #[derive(clap::Args)]
@@ -65,6 +67,11 @@ pub(crate) struct Args {
     /// one computed block (GPUs only)
     #[arg(long, conflicts_with_all = ["bandwidth", "csv"])]
     layers: bool,
+
+    /// Numbers of sessions that decode at the same time, a thread each: tokens/s of all together and times between tokens,
+    /// also while one session more reads a prompt of --prefill tokens
+    #[arg(long, value_name = "N,N,..", value_parser = between([1, 4096]), value_delimiter = ',', conflicts_with_all = ["bandwidth", "layers", "csv"])]
+    sessions: Vec<u64>,
 
     /// Start of the generator of token ids
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
@@ -108,6 +115,9 @@ fn spread(values: &[f64]) -> (f64, f64, f64) {
 }
 
 pub(crate) fn run(args: &Args) -> Result {
+    if !args.sessions.is_empty() && args.decode == 0 {
+        return Err(Failure::Usage("--sessions measures decoding: --decode must not be 0".to_owned()));
+    }
     if args.bandwidth && args.decode == 0 {
         return Err(Failure::Usage("--bandwidth compares with decoding: --decode must not be 0".to_owned()));
     }
@@ -121,6 +131,9 @@ pub(crate) fn run(args: &Args) -> Result {
     if args.layers {
         let mut ids = Ids { vocab: engine.model().config().vocab_size as u64, state: args.seed };
         return layers::run(args, &engine, &prefills, &mut |n| ids.take(n));
+    }
+    if !args.sessions.is_empty() {
+        return sessions::run(args, &engine, &prefills);
     }
     let mut bench = Bench {
         ids: Ids { vocab: engine.model().config().vocab_size as u64, state: args.seed },

@@ -26,7 +26,7 @@ use crate::backend::cuda::stream::{Event, Graph, Stream};
 use crate::backend::cuda::upload::Uploader;
 use crate::cache::{CacheLayout, CacheManager, PageMemory};
 use crate::error::{Error, ErrorKind, Result, bail};
-use crate::model::deepseek_v4::{LogitRows, Segment, finite_logits, finite_streams};
+use crate::model::deepseek_v4::{Segment, finite_logits, finite_streams, wanted_rows};
 use crate::model::{Model, Rounding};
 use crate::tensor::format::bf16_value;
 
@@ -173,6 +173,11 @@ impl GpuEngine {
         self.plan.rows
     }
 
+    /// Most sequences of a step.
+    pub(super) fn sequences(&self) -> usize {
+        plan::SEQUENCES
+    }
+
     /// Name of the device.
     pub(super) fn name(&self) -> &str {
         &self.gpu.limits().name
@@ -183,10 +188,9 @@ impl GpuEngine {
     pub(super) fn step(
         &self,
         segments: &mut [Segment<'_>],
-        rows: LogitRows,
         between: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, rows, |run, segments| {
+        self.with_run(segments, |run, segments| {
             let graphs = run.graphs.take();
             if let Some(graphs) = graphs.filter(|_| is_decoding(segments) && !self.gpu.is_careful()) {
                 between(0)?;
@@ -200,7 +204,7 @@ impl GpuEngine {
             if run.stream.read(&run.scratch.bad)?[0] != 0 {
                 return Err(find_not_finite(run, segments));
             }
-            finite_logits(&logits, run.config.vocab_size, wanted_rows(rows, segments).into_iter().map(|r| r as usize))?;
+            finite_logits(&logits, run.config.vocab_size, wanted_rows(segments).into_iter())?;
             rollback::keep_rows(run, segments)?;
             run.commit()?;
             Ok(logits)
@@ -211,19 +215,20 @@ impl GpuEngine {
     fn with_run<T>(
         &self,
         segments: &mut [Segment<'_>],
-        rows: LogitRows,
         work: impl FnOnce(&mut Run<'_>, &mut [Segment<'_>]) -> Result<T>,
     ) -> Result<T> {
         let count = segments.iter().map(|s| s.tokens.len()).sum::<usize>();
         if count > self.plan.rows {
             bail!(InvalidArgument, "a step of {count} tokens on an engine for {} (prefill_chunk)", self.plan.rows);
         }
+        // from here on no page changes its number
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let key = PagesKey::new(segments);
-        let tables = Tables::new(segments, &wanted_rows(rows, segments), &key, self.plan.small_words)?;
+        let wanted: Vec<u32> = wanted_rows(segments).into_iter().map(|row| row as u32).collect();
+        let tables = Tables::new(segments, &wanted, &key, self.plan.small_words)?;
         if tables.words.len() > self.plan.small_words {
             bail!(InvalidArgument, "a step of {} sequences: too many for its tables", segments.len());
         }
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let Queue { stream, side, scratch, words, resident, graphs, host } = &mut *queue;
         stream.write(&words.slice(0..tables.words.len())?, &tables.words)?;
         if resident.as_ref() != Some(&key) {
@@ -257,16 +262,6 @@ impl GpuEngine {
         let value = result?;
         ended?;
         Ok(value)
-    }
-}
-
-/// Rows of the step whose logits are wanted.
-fn wanted_rows(rows: LogitRows, segments: &[Segment<'_>]) -> Vec<u32> {
-    let count = segments.iter().map(|s| s.tokens.len() as u32);
-    match rows {
-        LogitRows::None => Vec::new(),
-        LogitRows::All => (0..count.sum()).collect(),
-        LogitRows::Last => count.scan(0, |end, n| Some((*end += n, *end - 1).1)).collect(),
     }
 }
 
@@ -366,7 +361,7 @@ fn find_not_finite(run: &mut Run<'_>, segments: &[Segment<'_>]) -> Error {
             if run.stream.read(&run.scratch.bad)?[0] != 0 {
                 bail!(
                     Numeric,
-                    "layer {layer}: an index score is NaN; `dsv4 verify --scan` tells whether weights are not finite"
+                    "layer {layer}: an index score is not finite; `dsv4 verify --scan` tells whether weights are not finite"
                 );
             }
         }

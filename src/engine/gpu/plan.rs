@@ -21,7 +21,7 @@ const RESERVE: u64 = 512 << 20;
 /// The two frequency tables.
 const FREQUENCY_BYTES: u64 = 1024;
 /// Sequences of a step.
-const SEQUENCES: usize = 256;
+pub(super) const SEQUENCES: usize = 256;
 /// Blocks of all sequences of a step together for which there are page tables, unless one sequence may be longer.
 const TABLE_BLOCKS: usize = 16_384;
 

@@ -8,7 +8,7 @@ use crate::backend::cuda::ops::{HEAD_DIM, ROW_BYTES};
 use crate::backend::cuda::stream::Event;
 use crate::error::{Error, Result};
 use crate::model::config::LayerKind;
-use crate::model::deepseek_v4::{LogitRows, Probe, Segment, finite_streams};
+use crate::model::deepseek_v4::{Probe, Segment, finite_streams};
 use crate::tensor::format::bf16_bits;
 
 impl GpuEngine {
@@ -20,7 +20,7 @@ impl GpuEngine {
         segments: &mut [Segment<'_>],
         probe: &mut Probe,
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, LogitRows::All, |run, segments| {
+        self.with_run(segments, |run, segments| {
             put_streams(run, x)?;
             let shape = [run.rows, run.config.hc_mult, run.config.hidden_size];
             run.attention_half(layer, false)?;
@@ -47,7 +47,7 @@ impl GpuEngine {
         segments: &mut [Segment<'_>],
         probe: &mut Probe,
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, LogitRows::All, |run, _| {
+        self.with_run(segments, |run, _| {
             put_streams(run, x)?;
             run.ffn_half(layer, false)?;
             if probe.is_on() {
@@ -60,7 +60,7 @@ impl GpuEngine {
 
     /// The input of layer 0 for the segments' tokens.
     pub(in crate::engine) fn embed(&self, segments: &mut [Segment<'_>]) -> Result<Vec<f32>> {
-        self.with_run(segments, LogitRows::All, |run, _| {
+        self.with_run(segments, |run, _| {
             run.begin()?;
             read_bf16(run, run.streams())
         })
@@ -73,7 +73,7 @@ impl GpuEngine {
         segments: &mut [Segment<'_>],
         probe: &mut Probe,
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, LogitRows::All, |run, _| {
+        self.with_run(segments, |run, _| {
             put_streams(run, x)?;
             run.arrive()?;
             let (d, layers) = (run.config.hidden_size, run.config.num_hidden_layers);
@@ -95,7 +95,7 @@ impl GpuEngine {
         segments: &mut [Segment<'_>],
         seen: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<Vec<f32>> {
-        self.with_run(segments, LogitRows::All, |run, segments| {
+        self.with_run(segments, |run, segments| {
             run.begin()?;
             for layer in 0..run.config.num_hidden_layers {
                 run.attention_half(layer, layer > 0)?;
@@ -119,7 +119,7 @@ impl GpuEngine {
 impl GpuEngine {
     /// Microseconds of each layer and of the head; nothing is committed.
     pub(in crate::engine) fn layer_times(&self, segments: &mut [Segment<'_>], side: bool) -> Result<Vec<f64>> {
-        self.with_run(segments, LogitRows::Last, |run, _| {
+        self.with_run(segments, |run, _| {
             run.side = run.side.filter(|_| side);
             let layers = run.config.num_hidden_layers;
             let mut marks = alloc::with_capacity("events", layers + 2)?;

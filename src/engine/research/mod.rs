@@ -64,7 +64,7 @@ impl Lab {
         self.check(layer, streams, ids)?;
         let cache = &mut self.layers[layer];
         let staged = cache.stage(ids.len())?;
-        let mut segments = [Segment { cache, staged, tokens: ids }];
+        let mut segments = [Segment { cache, staged, tokens: ids, logits: LogitRows::All }];
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.engine.gpu() {
             let out = gpu.layer(layer, streams, &mut segments, probe)?;
@@ -108,7 +108,7 @@ impl Lab {
         let trunk = self.engine.trunk(self.rounding);
         self.on_nothing(ids, |segments| {
             let step = trunk.context(segments)?;
-            trunk.head(streams, &step, LogitRows::All, probe)
+            trunk.head(streams, &step, probe)
         })
     }
 
@@ -116,7 +116,7 @@ impl Lab {
     fn on_nothing<T>(&self, ids: &[u32], work: impl FnOnce(&mut [Segment<'_>]) -> Result<T>) -> Result<T> {
         let mut cache = SequenceCache::new(&self.manager, 0)?;
         let staged = cache.stage(ids.len())?;
-        work(&mut [Segment { cache: &cache, staged, tokens: ids }])
+        work(&mut [Segment { cache: &cache, staged, tokens: ids, logits: LogitRows::All }])
     }
 
     /// Decoded compressed entries `[count, head_dim]` of `layer`; none in a layer that keeps none.
@@ -218,7 +218,7 @@ pub fn trace(engine: &Arc<Engine>, ids: &[u32], chunk: usize) -> Result<Trace> {
     let mut trace = Trace { streams: vec![Vec::new(); c.num_hidden_layers], logits: Vec::new() };
     for tokens in ids.chunks(chunk) {
         let staged = cache.stage(tokens.len())?;
-        let mut segments = [Segment { cache: &cache, staged, tokens }];
+        let mut segments = [Segment { cache: &cache, staged, tokens, logits: LogitRows::All }];
         trace_chunk(engine, &mut segments, &mut trace)?;
         let [Segment { staged, .. }] = segments;
         cache.commit(staged);
@@ -240,7 +240,7 @@ fn trace_chunk(engine: &Engine, segments: &mut [Segment<'_>], trace: &mut Trace)
         x = trunk.layer(layer, &x, &step, segments, &mut Probe::off())?;
         kept.extend_from_slice(&x);
     }
-    logits.extend(trunk.head(&x, &step, LogitRows::All, &mut Probe::off())?);
+    logits.extend(trunk.head(&x, &step, &mut Probe::off())?);
     Ok(())
 }
 
@@ -262,9 +262,9 @@ pub fn batch(engine: &Arc<Engine>, prompts: &[&[u32]]) -> Result<Vec<Vec<f32>>> 
         let mut segments = Vec::new();
         for (cache, tokens) in caches.iter_mut().zip(tokens) {
             let staged = cache.stage(tokens.len())?;
-            segments.push(Segment { cache, staged, tokens });
+            segments.push(Segment { cache, staged, tokens, logits: LogitRows::Last });
         }
-        let logits = engine.run(&mut segments, LogitRows::Last, &mut |_| Ok(()))?;
+        let logits = engine.run(&mut segments, &mut |_| Ok(()))?;
         let staged: Vec<_> = segments.into_iter().map(|s| s.staged).collect();
         caches.iter_mut().zip(staged).for_each(|(cache, staged)| cache.commit(staged));
         Ok::<_, crate::error::Error>(logits)

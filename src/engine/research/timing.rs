@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::Engine;
+use super::super::{Engine, Home, Stop};
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment};
@@ -10,7 +10,7 @@ use crate::model::deepseek_v4::{LogitRows, Segment};
 /// Steps behind a long context.
 pub struct Timing {
     engine: Arc<Engine>,
-    cache: SequenceCache,
+    cache: Home<SequenceCache>,
 }
 
 impl Timing {
@@ -19,7 +19,7 @@ impl Timing {
         if !context.is_multiple_of(BLOCK_TOKENS) || ids.len() != BLOCK_TOKENS {
             bail!(InvalidArgument, "{context} tokens of context and {} ids; multiples of {BLOCK_TOKENS}", ids.len());
         }
-        let mut timing = Self { engine: Arc::clone(engine), cache: engine.new_cache(0)? };
+        let mut timing = Self { engine: Arc::clone(engine), cache: engine.home(engine.new_cache(0)?) };
         if context > 0 {
             for ids in ids.chunks(engine.options().prefill_chunk) {
                 timing.step(ids)?;
@@ -36,7 +36,7 @@ impl Timing {
 
     /// Another one at the same place; what either computes from here on is its own.
     pub fn fork(&self) -> Result<Self> {
-        Ok(Self { engine: Arc::clone(&self.engine), cache: self.cache.fork()? })
+        Ok(Self { engine: Arc::clone(&self.engine), cache: self.engine.home(self.cache.fork()?) })
     }
 
     /// Tokens so far.
@@ -46,14 +46,22 @@ impl Timing {
 
     /// Takes `ids` through the model and keeps them: the logits behind the last.
     pub fn step(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
-        self.engine.step(&mut self.cache, ids, LogitRows::Last, &mut |_| Ok(()))
+        let terms = self.engine.begin(ids.len(), Stop::default(), 0, true);
+        let mut rest = ids;
+        loop {
+            let done = self.engine.step(&mut self.cache, rest, LogitRows::Last, &terms)?;
+            rest = &rest[done.tokens..];
+            if rest.is_empty() {
+                return Ok(done.logits);
+            }
+        }
     }
 
     /// Microseconds of each layer, and of the head, in a step of `ids`, which are not kept. The indexer works on a second
     /// stream if `side` is set, as it does otherwise.
     pub fn layers(&mut self, ids: &[u32], side: bool) -> Result<Vec<f64>> {
         let staged = self.cache.stage(ids.len())?;
-        let mut segments = [Segment { cache: &self.cache, staged, tokens: ids }];
+        let mut segments = [Segment { cache: &self.cache, staged, tokens: ids, logits: LogitRows::Last }];
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.engine.gpu() {
             return gpu.layer_times(&mut segments, side);

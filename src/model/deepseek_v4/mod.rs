@@ -11,6 +11,8 @@ mod ffn;
 mod probe;
 mod streams;
 
+use std::ops::Range;
+
 use crate::alloc;
 use crate::backend::cpu::Cpu;
 use crate::backend::cpu::hyper::{HyperParams, MAX_STREAMS};
@@ -32,17 +34,48 @@ pub struct Segment<'a> {
     pub staged: Staged,
     /// The new tokens.
     pub tokens: &'a [u32],
+    /// Which of them get logits.
+    pub logits: LogitRows,
 }
 
-/// Which rows a step computes logits for.
+impl Segment<'_> {
+    /// The tokens that get logits, by their place among the segment's.
+    pub fn wanted(&self) -> Range<usize> {
+        self.logits.of(self.tokens.len())
+    }
+}
+
+/// Rows of the step that get logits, segment by segment.
+pub(crate) fn wanted_rows(segments: &[Segment<'_>]) -> Vec<usize> {
+    let mut first = 0;
+    let mut rows = Vec::new();
+    for s in segments {
+        rows.extend(s.wanted().map(|row| first + row));
+        first += s.tokens.len();
+    }
+    rows
+}
+
+/// Which rows of a segment a step computes logits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRows {
     /// None: a prefill chunk that is not the last.
     None,
-    /// The last row of each segment.
+    /// The last row.
     Last,
     /// Every row.
     All,
+}
+
+impl LogitRows {
+    /// The rows meant among `count`, which is not 0.
+    pub fn of(self, count: usize) -> Range<usize> {
+        match self {
+            Self::None => 0..0,
+            Self::Last => count - 1..count,
+            Self::All => 0..count,
+        }
+    }
 }
 
 /// The trunk of a model with its rounding points and derived tables.
@@ -84,6 +117,8 @@ pub(crate) struct StepContext {
     yarn: Rotations,
     /// Rotations of the entries that each segment completes: for ratio 4 and for ratio 128.
     entries: Vec<[Rotations; 2]>,
+    /// Rows that get logits.
+    wanted: Vec<usize>,
 }
 
 impl StepContext {
@@ -108,6 +143,7 @@ impl StepContext {
             ids,
             bounds,
             entries,
+            wanted: wanted_rows(segments),
         })
     }
 
@@ -125,12 +161,11 @@ impl StepContext {
 }
 
 impl<'a> Trunk<'a> {
-    /// Takes the segments' tokens through all layers and returns the logits `[rows, vocab]` of the rows asked for.
+    /// Takes the segments' tokens through all layers and returns the logits `[rows, vocab]` of the rows they want.
     /// `between` runs before each layer and may end the step with its error; the caches are untouched until committed.
     pub fn step(
         &self,
         segments: &mut [Segment<'_>],
-        logit_rows: LogitRows,
         between: &mut (dyn FnMut(usize) -> Result<()> + Send),
         probe: &mut Probe,
     ) -> Result<Vec<f32>> {
@@ -140,7 +175,7 @@ impl<'a> Trunk<'a> {
             between(layer)?;
             x = self.layer(layer, &x, &step, segments, probe)?;
         }
-        self.head(&x, &step, logit_rows, probe)
+        self.head(&x, &step, probe)
     }
 
     /// One layer on given streams `[rows, streams, D]`.

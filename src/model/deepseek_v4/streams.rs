@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::model::weights::HyperWeights;
 use crate::tensor::format::bf16_value;
 
-use super::{LogitRows, Probe, StepContext, Trunk, finite_logits};
+use super::{Probe, StepContext, Trunk, finite_logits};
 
 impl Trunk<'_> {
     /// Embedding rows of `ids`, repeated for each stream: `[rows, streams, D]`.
@@ -87,14 +87,13 @@ impl Trunk<'_> {
     }
 
     /// Final collapse, norm and logits of the rows asked for: `[those rows, vocab]`, float32.
-    pub(crate) fn head(&self, x: &[f32], step: &StepContext, rows: LogitRows, probe: &mut Probe) -> Result<Vec<f32>> {
+    pub(crate) fn head(&self, x: &[f32], step: &StepContext, probe: &mut Probe) -> Result<Vec<f32>> {
         let (params, d) = (self.hyper(), self.config.hidden_size);
         let width = params.streams * d;
-        let wanted: Vec<usize> = match rows {
-            LogitRows::None => return Ok(Vec::new()),
-            LogitRows::All => (0..step.rows()).collect(),
-            LogitRows::Last => step.bounds[1..].iter().map(|end| end - 1).collect(),
-        };
+        let wanted = &step.wanted;
+        if wanted.is_empty() {
+            return Ok(Vec::new());
+        }
         let mut chosen = alloc::with_capacity("final streams", wanted.len() * width)?;
         wanted.iter().for_each(|&row| chosen.extend_from_slice(&x[row * width..(row + 1) * width]));
         let w = &self.weights.hc_head;

@@ -1,0 +1,339 @@
+//! Batching without a thread of its own: calls that wait at the same time share steps.
+//!
+//! A call leaves its work here and waits. Whoever finds no leader leads: it forms a step of what all wait for, runs it,
+//! deals out the results, and hands over to another that waits, or goes on until its own call is served. So at any time
+//! there is at most one leader, and one whenever somebody waits who may lead.
+//!
+//! A leader's panic or error is nobody else's: a step of several calls that fails as a whole is dropped, and each of its
+//! calls gets a step of its own, whose panic or error then is its owner's. Work moves to the leader and comes back with
+//! the result, so nothing is shared while it is worked on.
+//!
+//! It knows neither models nor caches; [`compose`] decides what goes into a step, [`pace`] learns from its time.
+#![forbid(unsafe_code)]
+
+mod compose;
+mod home;
+mod pace;
+#[cfg(test)]
+mod tests;
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, ErrorKind, Result};
+
+use super::cancel::Stop;
+use compose::compose;
+use pace::Pace;
+
+pub(crate) use compose::{Demand, Limits};
+pub(crate) use home::Home;
+
+/// How often a thread that does not lead looks whether its call was stopped.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Called before each layer; its error ends the step.
+pub(crate) type Between<'a> = dyn FnMut(usize) -> Result<()> + Send + 'a;
+
+/// Runs one step of jobs and how many of their tokens it takes: a result for each, or one error for all, which then are as
+/// before.
+pub(crate) type Run<'a, J, R> = dyn Fn(&mut [(J, usize)], &mut Between<'_>) -> Result<Vec<Result<R>>> + 'a;
+
+/// What became of a job: its result, or what a panic left.
+pub(crate) type Outcome<R> = Result<Result<R>, Box<dyn Any + Send>>;
+
+/// A call's job and how it wants to be treated.
+pub(crate) struct Call<J> {
+    /// The work.
+    pub(crate) job: J,
+    /// What it wants.
+    pub(crate) demand: Demand,
+    /// What may end it.
+    pub(crate) stop: Stop,
+    /// Whether its thread may lead steps; one that does not waits until others do.
+    pub(crate) leads: bool,
+    /// Who calls.
+    pub(crate) member: u64,
+    /// Whether it is expected back soon after its result.
+    pub(crate) returns: bool,
+}
+
+/// Where the calls of one engine meet.
+pub(crate) struct Batcher<J, R> {
+    state: Mutex<State<J, R>>,
+    /// Told when everybody that the leader waits for is there.
+    complete: Condvar,
+    limits: Limits,
+}
+
+struct State<J, R> {
+    waiting: Vec<Waiting<J, R>>,
+    is_led: bool,
+    /// Those of the last step who are expected back.
+    away: Vec<u64>,
+    pace: Pace,
+    calls: u64,
+    members: u64,
+}
+
+struct Waiting<J, R> {
+    call: Call<J>,
+    seat: Arc<Seat<J, R>>,
+}
+
+/// Where one thread waits.
+struct Seat<J, R> {
+    news: Mutex<News<J, R>>,
+    changed: Condvar,
+}
+
+enum News<J, R> {
+    None,
+    /// The thread leads from now on.
+    Lead,
+    Done(J, Outcome<R>),
+}
+
+/// A step that was formed: the calls in it, without their jobs, and the jobs with their numbers of tokens.
+struct Step<J, R> {
+    calls: Vec<(Call<()>, Arc<Seat<J, R>>)>,
+    jobs: Vec<(J, usize)>,
+}
+
+impl<J, R> Batcher<J, R> {
+    /// For steps of at most `rows` tokens and `sequences` jobs.
+    pub(crate) fn new(rows: usize, sequences: usize) -> Self {
+        let state =
+            State { waiting: Vec::new(), is_led: false, away: Vec::new(), pace: Pace::new(rows), calls: 0, members: 0 };
+        let limits = Limits { rows, sequences, prefill: rows };
+        Self { state: Mutex::new(state), complete: Condvar::new(), limits }
+    }
+
+    /// A number for a caller.
+    pub(crate) fn new_member(&self) -> u64 {
+        let mut state = self.state();
+        state.members += 1;
+        state.members
+    }
+
+    /// A number for a call: its age among others.
+    pub(crate) fn new_call(&self) -> u64 {
+        let mut state = self.state();
+        state.calls += 1;
+        state.calls
+    }
+
+    /// How soon after its result a caller must be back to be waited for.
+    pub(crate) fn patience(&self) -> Duration {
+        self.state().pace.patience()
+    }
+
+    /// Has the call's job done in a step, by this thread or another, and returns it with its result: `Cancelled` if the call
+    /// was stopped before, an error or a panic of `run` that concerns this job alone.
+    pub(crate) fn call(&self, call: Call<J>, run: &Run<'_, J, R>) -> (J, Outcome<R>) {
+        let seat = Arc::new(Seat { news: Mutex::new(News::None), changed: Condvar::new() });
+        let (stop, may_lead) = (call.stop.clone(), call.leads);
+        if self.enter(call, &seat) {
+            self.lead(Some(&seat), run);
+        }
+        loop {
+            match seat.wait((!may_lead).then_some(LOOK)) {
+                News::Done(job, outcome) => return (job, outcome),
+                News::Lead => self.lead(Some(&seat), run),
+                News::None => {
+                    if stop.is_asked() {
+                        self.withdraw(&seat);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Runs one step of what waits, if anything does and nobody leads: for a thread that works for others. Returns whether
+    /// there was something to do.
+    pub(crate) fn step(&self, run: &Run<'_, J, R>) -> bool {
+        {
+            let mut state = self.state();
+            if state.is_led || state.waiting.is_empty() {
+                return false;
+            }
+            state.is_led = true;
+        }
+        self.lead(None, run);
+        true
+    }
+
+    /// Queues the call; whether its thread leads from now on.
+    fn enter(&self, call: Call<J>, seat: &Arc<Seat<J, R>>) -> bool {
+        let mut state = self.state();
+        state.away.retain(|&member| member != call.member);
+        let leads = call.leads && !state.is_led;
+        state.is_led |= leads;
+        state.waiting.push(Waiting { call, seat: Arc::clone(seat) });
+        if state.away.is_empty() {
+            self.complete.notify_one();
+        }
+        leads
+    }
+
+    /// Leads until the call of `own` is served, or for one step; then hands over.
+    fn lead(&self, own: Option<&Arc<Seat<J, R>>>, run: &Run<'_, J, R>) {
+        loop {
+            if let Some(step) = self.form() {
+                self.run(step, run);
+            }
+            let mut state = self.state();
+            let is_own = |w: &Waiting<J, R>| own.is_some_and(|own| Arc::ptr_eq(own, &w.seat));
+            if state.waiting.iter().any(is_own) {
+                continue;
+            }
+            match state.waiting.iter().filter(|w| w.call.leads).min_by_key(|w| w.call.demand.since) {
+                Some(next) => next.seat.tell(News::Lead),
+                None => state.is_led = false,
+            }
+            return;
+        }
+    }
+
+    /// Waits a little for those who are expected, turns away those who were stopped, and forms a step of the others.
+    fn form(&self) -> Option<Step<J, R>> {
+        let mut state = self.state();
+        let until = Instant::now() + state.pace.patience();
+        while !state.away.is_empty() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = self.complete.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.away.clear();
+        for i in (0..state.waiting.len()).rev() {
+            if state.waiting[i].call.stop.is_asked() {
+                let Waiting { call, seat } = state.waiting.remove(i);
+                seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop)))));
+            }
+        }
+
+        let demands: Vec<Demand> = state.waiting.iter().map(|w| w.call.demand).collect();
+        let limits = Limits { prefill: state.pace.prefill(), ..self.limits };
+        let mut tokens = vec![0; demands.len()];
+        compose(&demands, limits).iter().for_each(|share| tokens[share.index] = share.tokens);
+        let mut step = Step { calls: Vec::new(), jobs: Vec::new() };
+        let waiting = std::mem::take(&mut state.waiting);
+        for (mut waiting, tokens) in waiting.into_iter().zip(tokens) {
+            if tokens == 0 {
+                waiting.call.demand.passed += 1;
+                state.waiting.push(waiting);
+                continue;
+            }
+            let (call, job) = waiting.call.split();
+            step.calls.push((call, waiting.seat));
+            step.jobs.push((job, tokens));
+        }
+        (!step.jobs.is_empty()).then_some(step)
+    }
+
+    /// Runs the step and deals out what became of it.
+    fn run(&self, step: Step<J, R>, run: &Run<'_, J, R>) {
+        let Step { calls, mut jobs } = step;
+        let stops: Vec<Stop> = calls.iter().map(|(call, _)| call.stop.clone()).collect();
+        let mut between = |_: usize| match stops.iter().all(Stop::is_asked) {
+            true => Err(Error::new(ErrorKind::Cancelled, "cancelled")),
+            false => Ok(()),
+        };
+        let start = Instant::now();
+        let outcome = catch_unwind(AssertUnwindSafe(|| run(&mut jobs, &mut between)));
+        let took = start.elapsed();
+
+        let mut state = self.state();
+        let decoded = calls.iter().any(|(call, _)| call.demand.decodes);
+        let prompts = calls.iter().zip(&jobs).filter(|((call, _), _)| !call.demand.decodes);
+        state.pace.observe(decoded, prompts.map(|(_, job)| job.1).sum(), took);
+
+        let several = jobs.len() > 1;
+        let mut results = match outcome {
+            Ok(Ok(results)) => Ok(results.into_iter()),
+            Ok(Err(error)) => Err(Ok(error)),
+            Err(payload) => Err(Err(payload)),
+        };
+        for ((mut call, seat), (job, _)) in calls.into_iter().zip(jobs) {
+            let outcome = match &mut results {
+                Ok(results) => Ok(results.next().unwrap_or_else(|| Err(missing()))),
+                Err(Ok(error)) if error.kind() == ErrorKind::Cancelled => Ok(Err(stopped(&call.stop))),
+                Err(_) if several => {
+                    call.demand.apart = true;
+                    state.waiting.push(Waiting { call: call.with(job), seat });
+                    continue;
+                }
+                Err(Ok(error)) => Ok(Err(error.clone())),
+                Err(Err(payload)) => Err(std::mem::replace(payload, Box::new(()))),
+            };
+            if call.returns && outcome.is_ok() {
+                state.away.push(call.member);
+            }
+            seat.tell(News::Done(job, outcome));
+        }
+    }
+
+    /// Takes the call out of the queue, if it is still there, since it was stopped.
+    fn withdraw(&self, seat: &Arc<Seat<J, R>>) {
+        let mut state = self.state();
+        if let Some(i) = state.waiting.iter().position(|w| Arc::ptr_eq(&w.seat, seat)) {
+            let call = state.waiting.remove(i).call;
+            seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop)))));
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<J, R>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<J, R> Seat<J, R> {
+    fn tell(&self, news: News<J, R>) {
+        *self.news.lock().unwrap_or_else(PoisonError::into_inner) = news;
+        self.changed.notify_one();
+    }
+
+    /// The next news; none if there is a limit to the waiting and it has passed.
+    fn wait(&self, limit: Option<Duration>) -> News<J, R> {
+        let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
+        while matches!(*news, News::None) {
+            match limit {
+                None => news = self.changed.wait(news).unwrap_or_else(PoisonError::into_inner),
+                Some(limit) => {
+                    news = self.changed.wait_timeout(news, limit).unwrap_or_else(PoisonError::into_inner).0;
+                    break;
+                }
+            }
+        }
+        std::mem::replace(&mut *news, News::None)
+    }
+}
+
+impl<J> Call<J> {
+    fn split(self) -> (Call<()>, J) {
+        let Self { job, demand, stop, leads, member, returns } = self;
+        (Call { job: (), demand, stop, leads, member, returns }, job)
+    }
+}
+
+impl Call<()> {
+    fn with<J>(self, job: J) -> Call<J> {
+        let Self { demand, stop, leads, member, returns, .. } = self;
+        Call { job, demand, stop, leads, member, returns }
+    }
+}
+
+/// Why a stopped call ends; uses its cancel up.
+fn stopped(stop: &Stop) -> Error {
+    let taken_back =
+        || Error::new(ErrorKind::Cancelled, "cancelled; the tokens that were complete stay in the session");
+    stop.check().err().unwrap_or_else(taken_back)
+}
+
+fn missing() -> Error {
+    Error::new(ErrorKind::Panic, "a step has no result for one of its calls; this is a defect of the library")
+}

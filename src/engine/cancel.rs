@@ -1,0 +1,100 @@
+//! What ends a call before its time: a cancel from another thread, or a deadline.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use crate::error::{Result, bail};
+
+/// Cancels the running call of one session, or its next call if none is running. Cheap to clone and to send.
+///
+/// A call alone in its step looks between layers, so it returns within the time of one layer of one chunk; the chunk in
+/// flight is dropped, earlier ones stay in the session. A chunk that shares a step with other sessions' is completed and
+/// stays too. A cancel is used up by the call that it ends. One that comes when its call has just ended counts for the
+/// next: [`CancelToken::reset`] and [`Session::clear`](crate::Session::clear) take it back.
+#[derive(Clone, Debug, Default)]
+pub struct CancelToken {
+    flag: Arc<AtomicBool>,
+}
+
+/// What may end one call.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Stop {
+    /// Of the call's session.
+    pub(crate) cancel: CancelToken,
+    /// When the call's time is up.
+    pub(crate) deadline: Option<Instant>,
+}
+
+impl Stop {
+    /// Whether the call is to end.
+    pub(crate) fn is_asked(&self) -> bool {
+        self.cancel.flag.load(Ordering::Relaxed) || self.is_late()
+    }
+
+    /// `Cancelled` if the call is to end; a cancel is used up then.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.cancel.check()?;
+        if self.is_late() {
+            bail!(Cancelled, "the call's time limit has passed; the tokens that were complete stay in the session");
+        }
+        Ok(())
+    }
+
+    fn is_late(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+}
+
+impl CancelToken {
+    /// Asks the session's call to end.
+    pub fn cancel(&self) {
+        self.flag.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes back a cancel that no call has seen yet.
+    pub fn reset(&self) {
+        self.flag.store(false, Ordering::Relaxed);
+    }
+
+    /// `Cancelled` if asked for, and then no longer.
+    fn check(&self) -> Result<()> {
+        if self.flag.load(Ordering::Relaxed) && self.flag.swap(false, Ordering::Relaxed) {
+            bail!(Cancelled, "cancelled; the tokens that were complete stay in the session");
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cancel_is_used_up_and_its_message_fits_a_prompt_and_a_generation() {
+        let token = CancelToken::default();
+        token.cancel();
+        let error = token.check().unwrap_err();
+        assert_eq!(error.message(), "cancelled; the tokens that were complete stay in the session");
+        token.check().unwrap();
+        token.cancel();
+        token.reset();
+        token.check().unwrap();
+    }
+
+    #[test]
+    fn a_deadline_stops_until_its_call_is_over_and_uses_no_cancel_up() {
+        let now = Instant::now();
+        let stop = Stop { deadline: Some(now), ..Stop::default() };
+        assert!(stop.is_asked());
+        assert!(stop.check().unwrap_err().message().starts_with("the call's time limit has passed"));
+        assert!(stop.is_asked(), "it stays late");
+        let later = Stop { deadline: Some(now + std::time::Duration::from_secs(3600)), ..Stop::default() };
+        assert!(!later.is_asked());
+        later.cancel.cancel();
+        assert!(later.is_asked());
+        later.check().unwrap_err();
+        later.check().unwrap();
+    }
+}

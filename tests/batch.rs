@@ -1,0 +1,405 @@
+//! Many sessions at once: whatever shares a step, is cancelled, forked, dropped or panics meanwhile, each session's tokens
+//! and logits are those of a run alone.
+//!
+//! On a device (`DSV4_TEST_DEVICE`) too, where engines take one order of sums for all steps.
+#![forbid(unsafe_code)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a failed call is a failed test; figures are printed")]
+
+mod common;
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::Duration;
+
+use common::golden;
+use common::subject;
+use dsv4::{CallOptions, Engine, EngineOptions, ErrorKind, Model, Session, SessionOptions};
+
+/// Longest timeline: two blocks and more than four windows.
+const LONGEST: usize = 600;
+
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self, below: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((self.0 >> 33) as usize) % below
+    }
+}
+
+fn tiny() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4")
+}
+
+fn engine(folder: &Path, prefill_chunk: usize) -> Arc<Engine> {
+    let options = EngineOptions { threads: 2, prefill_chunk, poison_cache: true, ..EngineOptions::default() };
+    subject::engine_with(folder, options)
+}
+
+/// Timelines with common beginnings and the logits behind each of their tokens, computed alone.
+struct Truth {
+    timelines: Vec<Vec<u32>>,
+    rows: Vec<Vec<Vec<f32>>>,
+}
+
+impl Truth {
+    fn new(folder: &Path, length: usize) -> Self {
+        let engine = engine(folder, 256);
+        let vocab = engine.model().config().vocab_size;
+        let mut rng = Rng(11);
+        let trunk: Vec<u32> = (0..length).map(|_| rng.next(vocab) as u32).collect();
+        let timelines: Vec<Vec<u32>> = [length, 256, 300, 130, 1]
+            .iter()
+            .map(|&at| {
+                let mut tokens = trunk.clone();
+                tokens.iter_mut().skip(at).for_each(|t| *t = rng.next(vocab) as u32);
+                tokens
+            })
+            .collect();
+        let rows = timelines.iter().map(|tokens| subject::all_logits(&engine, tokens)).collect();
+        Self { timelines, rows }
+    }
+
+    fn check(&self, session: &Session, timeline: usize, what: &str) {
+        let at = session.position();
+        assert_eq!(session.tokens(), &self.timelines[timeline][..at], "{what}");
+        if let Some(logits) = session.logits() {
+            let want = &self.rows[timeline][at - 1];
+            let differ = logits.iter().zip(want).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            assert!(differ == 0, "{what}: {differ} logits at {at} of timeline {timeline} differ from a run alone");
+        }
+    }
+}
+
+/// One thread's program: opens, feeds in pieces of every size, cancels from inside and outside, forks and drops.
+fn program(seed: u64, engine: &Arc<Engine>, truth: &Truth, steps: usize) {
+    let mut rng = Rng(seed.wrapping_mul(0x9E37_79B9) + 1);
+    let length = truth.timelines[0].len();
+    let mut sessions: Vec<(Session, usize)> = Vec::new();
+    for step in 0..steps {
+        let what = format!("program {seed}, step {step}");
+        if sessions.is_empty() || (sessions.len() < 3 && rng.next(6) == 0) {
+            let mut session = subject::session(engine, length);
+            session.set_call_options(CallOptions { priority: rng.next(3) as i32, ..CallOptions::default() });
+            sessions.push((session, rng.next(truth.timelines.len())));
+        }
+        let i = rng.next(sessions.len());
+        let (session, timeline) = &mut sessions[i];
+        let rest = &truth.timelines[*timeline][session.position()..];
+        let size = [1, 1, 1, 2, 5, 40, 130, 256, 300][rng.next(9)].min(rest.len());
+        match rng.next(12) {
+            0..=6 => session.feed(&rest[..size]).unwrap(),
+            7 => {
+                let first = session.position();
+                let rows = &truth.rows[*timeline];
+                let see = |position: usize, logits: &[f32]| {
+                    assert!(logits == rows[position], "{what}: logits at {position}, first {first}");
+                    Ok(())
+                };
+                session.feed_all(&rest[..size], &mut { see }).unwrap();
+            }
+            8 => {
+                // from outside, at some moment
+                let token = session.cancel_token();
+                let pause = Duration::from_micros(rng.next(3000) as u64);
+                let result = thread::scope(|scope| {
+                    scope.spawn(move || {
+                        thread::sleep(pause);
+                        token.cancel();
+                    });
+                    session.feed(&rest[..size])
+                });
+                session.cancel_token().reset();
+                assert!(result.is_ok() || result.unwrap_err().kind() == ErrorKind::Cancelled);
+            }
+            9 => {
+                // from inside, after the first chunk
+                let result = session.feed_with(&rest[..size], &mut |_| ControlFlow::Break(()));
+                assert!(result.is_ok() || result.unwrap_err().kind() == ErrorKind::Cancelled);
+            }
+            10 => {
+                let fork = session.fork().unwrap();
+                let timeline = *timeline;
+                if sessions.len() < 4 {
+                    sessions.push((fork, timeline));
+                }
+            }
+            _ if rng.next(2) == 0 => drop(sessions.swap_remove(i)),
+            _ => {
+                let position = rng.next(session.position() + 1);
+                session.truncate(position).unwrap();
+            }
+        }
+        if let Some((session, timeline)) = sessions.get(i) {
+            truth.check(session, *timeline, &what);
+        }
+    }
+}
+
+fn crowd(folder: &Path, truth: &Truth, threads: usize, steps: usize, prefill_chunk: usize) {
+    let engine = engine(folder, prefill_chunk);
+    thread::scope(|scope| {
+        for i in 0..threads {
+            let engine = &engine;
+            scope.spawn(move || program((threads * 1000 + i) as u64, engine, truth, steps));
+        }
+    });
+    let stats = engine.cache_stats();
+    let held = stats.prefix_blocks - stats.evictable_blocks;
+    assert_eq!(held, 0, "{threads} threads: no block is in use when all sessions are gone");
+}
+
+/// Pitfalls 70, 71, 73, 76.
+#[test]
+fn sessions_of_one_to_thirty_two_threads_are_each_as_if_alone() {
+    let folder = golden::small();
+    let truth = Truth::new(&folder, LONGEST);
+    for (threads, steps, chunk) in [(1, 20, 64), (2, 20, 7), (8, 12, 64), (32, 5, 128)] {
+        crowd(&folder, &truth, threads, steps, chunk);
+    }
+}
+
+#[test]
+fn sessions_of_a_trained_model_are_each_as_if_alone() {
+    let truth = Truth::new(&tiny(), 300);
+    for (threads, steps) in [(2, 12), (8, 6)] {
+        crowd(&tiny(), &truth, threads, steps, 96);
+    }
+}
+
+#[test]
+#[ignore = "minutes: larger crowds, more steps; part of .ci/full"]
+fn larger_crowds_are_each_as_if_alone() {
+    for folder in [golden::small(), tiny()] {
+        let truth = Truth::new(&folder, LONGEST);
+        for chunk in [1, 33, 256] {
+            for threads in [2, 8, 32] {
+                crowd(&folder, &truth, threads, 40, chunk);
+            }
+        }
+    }
+}
+
+/// Pitfall 73: identical prompts at the same time share their blocks.
+#[test]
+fn identical_prompts_at_the_same_time_give_identical_logits() {
+    let folder = golden::small();
+    let truth = Truth::new(&folder, LONGEST);
+    let engine = engine(&folder, 64);
+    let start = Barrier::new(4);
+    thread::scope(|scope| {
+        for i in 0..4 {
+            let (engine, truth, start) = (&engine, &truth, &start);
+            scope.spawn(move || {
+                let mut session = subject::session(engine, LONGEST);
+                start.wait();
+                session.feed(&truth.timelines[0][..520]).unwrap();
+                truth.check(&session, 0, &format!("thread {i}"));
+                for &token in &truth.timelines[0][520..560] {
+                    session.feed(&[token]).unwrap();
+                    truth.check(&session, 0, &format!("thread {i}"));
+                }
+            });
+        }
+    });
+}
+
+/// Pitfall 108: at the beginning, in the middle and in the last chunk, from another thread and from inside, alone and among
+/// others.
+#[test]
+fn a_cancelled_prompt_keeps_its_chunks_and_goes_on_to_the_same_logits() {
+    let folder = golden::small();
+    let truth = Truth::new(&folder, LONGEST);
+    let prompt = &truth.timelines[0][..500];
+    for others in [0, 3] {
+        let engine = engine(&folder, 32);
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..others {
+                let (engine, done, truth) = (&engine, &done, &truth);
+                scope.spawn(move || {
+                    while !done.load(Ordering::Relaxed) {
+                        let mut session = subject::session(engine, LONGEST);
+                        session.feed(&truth.timelines[1][..20]).unwrap();
+                        for &token in &truth.timelines[1][20..60] {
+                            session.feed(&[token]).unwrap();
+                        }
+                        truth.check(&session, 1, "a bystander");
+                    }
+                });
+            }
+            for (at, outside) in [(5, true), (250, true), (499, true), (5, false), (250, false), (499, false)] {
+                let mut session = subject::session(&engine, LONGEST);
+                let token = session.cancel_token();
+                let mut steps_after = 0;
+                let result = session.feed_with(prompt, &mut |progress| {
+                    // a cancel of this very moment must not let more than one more chunk through
+                    if progress.done >= at {
+                        steps_after += 1;
+                        if !outside {
+                            return ControlFlow::Break(());
+                        }
+                        token.cancel();
+                    }
+                    ControlFlow::Continue(())
+                });
+                token.reset();
+                assert_eq!(steps_after, 1, "cancelled at {at}: no further chunk");
+                match result {
+                    Err(e) => assert_eq!(e.kind(), ErrorKind::Cancelled),
+                    Ok(()) => assert_eq!(session.position(), 500),
+                }
+                let kept = session.position();
+                assert!(kept >= at.min(480), "cancelled at {at}: {kept} tokens stay");
+                session.feed(&prompt[kept..]).unwrap();
+                truth.check(&session, 0, &format!("cancelled at {at}"));
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        let stats = engine.cache_stats();
+        assert_eq!(stats.prefix_blocks - stats.evictable_blocks, 0, "no block leaks");
+    }
+}
+
+#[test]
+fn a_call_beyond_its_time_limit_ends_within_a_chunk_and_can_be_continued() {
+    let folder = golden::small();
+    let truth = Truth::new(&folder, LONGEST);
+    let engine = engine(&folder, 16);
+    let mut session = subject::session(&engine, LONGEST);
+    let limit = |ms| CallOptions { time_limit: Some(Duration::from_millis(ms)), ..CallOptions::default() };
+    session.set_call_options(limit(5));
+    let slow = |progress: dsv4::Progress| {
+        if progress.done >= 32 {
+            thread::sleep(Duration::from_millis(10));
+        }
+        ControlFlow::Continue(())
+    };
+    let error = session.feed_with(&truth.timelines[0][..500], &mut { slow }).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Cancelled);
+    assert!(error.message().contains("time limit"), "{error}");
+    assert!(session.position() <= 48, "{} tokens", session.position());
+    session.set_call_options(limit(600_000));
+    let rest = &truth.timelines[0][session.position()..500];
+    session.feed(rest).unwrap();
+    truth.check(&session, 0, "after the limit");
+}
+
+#[test]
+fn a_session_that_only_waits_is_worked_for_by_another_thread() {
+    let folder = golden::small();
+    let truth = Truth::new(&folder, LONGEST);
+    let engine = engine(&folder, 64);
+    assert!(!engine.run_waiting_step(), "nothing waits");
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut session = subject::session(&engine, LONGEST);
+            session.set_call_options(CallOptions { waits_only: true, ..CallOptions::default() });
+            session.feed(&truth.timelines[2][..300]).unwrap();
+            truth.check(&session, 2, "a session that waits");
+            done.store(true, Ordering::Relaxed);
+        });
+        let mut steps = 0;
+        while !done.load(Ordering::Relaxed) {
+            if engine.run_waiting_step() { steps += 1 } else { thread::yield_now() }
+        }
+        assert!(steps >= 5, "{steps} steps");
+    });
+}
+
+/// Fairness, measured in steps: a decoding session's token waits for one step, whatever else is read in the meantime.
+#[test]
+fn decoding_sessions_get_a_token_in_every_step_of_another_sessions_prompt() {
+    let folder = golden::small();
+    let truth = Truth::new(&folder, LONGEST);
+    let engine = engine(&folder, 64);
+    let chunks = AtomicUsize::new(0);
+    let (ready, done) = (Barrier::new(4), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let decoding: Vec<_> = (0..3)
+            .map(|_| {
+                let (engine, truth, chunks, ready, done) = (&engine, &truth, &chunks, &ready, &done);
+                scope.spawn(move || {
+                    let mut session = subject::session(engine, LONGEST);
+                    session.feed(&truth.timelines[1][..100]).unwrap();
+                    ready.wait();
+                    let mut waits = Vec::new();
+                    for &token in &truth.timelines[1][100..] {
+                        let before = chunks.load(Ordering::Relaxed);
+                        session.feed(&[token]).unwrap();
+                        waits.push(chunks.load(Ordering::Relaxed) - before);
+                        if done.load(Ordering::Relaxed) {
+                            break;
+                        }
+                    }
+                    truth.check(&session, 1, "a decoding session");
+                    waits
+                })
+            })
+            .collect();
+        let mut reader = subject::session(&engine, LONGEST);
+        ready.wait();
+        reader
+            .feed_with(&truth.timelines[4][..], &mut |_| {
+                chunks.fetch_add(1, Ordering::Relaxed);
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+        done.store(true, Ordering::Relaxed);
+        truth.check(&reader, 4, "the reader");
+        let mut waits: Vec<usize> = decoding.into_iter().flat_map(|handle| handle.join().unwrap()).collect();
+        waits.sort_unstable();
+        println!("chunks of the prompt between two tokens: {waits:?}");
+        // the chunk at work when a token comes, and the one it shares
+        assert!(waits[waits.len() * 9 / 10] <= 2, "{waits:?}");
+    });
+}
+
+/// Pitfall 111: refused pages are one session's error, with the counts; others in the same steps go on, and so does the
+/// refused one when something was freed.
+#[test]
+fn a_full_cache_refuses_one_session_and_the_others_go_on() {
+    let folder = golden::small();
+    let truth = Truth::new(&folder, LONGEST);
+    let model = Model::open(&folder).unwrap();
+    let mut whole = subject::session(&engine(&folder, 64), LONGEST);
+    whole.feed(&truth.timelines[0][..520]).unwrap();
+    let bytes = whole.cache_bytes();
+    let one = bytes.window + bytes.state + bytes.pages;
+    // from what is too small for three sessions to what is enough
+    let mut refused = 0;
+    for tenths in 15..60 {
+        let cache_bytes = one * tenths / 10;
+        let options =
+            EngineOptions { threads: 2, prefill_chunk: 64, cache_bytes, poison_cache: true, ..Default::default() };
+        let engine = Engine::new(&model, subject::on_device(options)).unwrap();
+        let open = || Session::new(&engine, SessionOptions::default());
+        let (Ok(mut large), Ok(mut small), Ok(mut last)) = (open(), open(), open()) else { continue };
+        let (prompt, text) = (&truth.timelines[0][..520], &truth.timelines[3][..200]);
+        if large.feed(prompt).and_then(|()| small.feed(&text[..180])).is_err() {
+            continue;
+        }
+        let wanted = &truth.timelines[4][..520];
+        let result = thread::scope(|scope| {
+            scope.spawn(|| {
+                for &token in &text[180..] {
+                    small.feed(&[token]).unwrap();
+                    truth.check(&small, 3, "beside a refused session");
+                }
+            });
+            last.feed(wanted)
+        });
+        let Err(error) = result else { break };
+        assert_eq!(error.kind(), ErrorKind::NoBlocks, "{error}");
+        assert!(error.message().contains("free") && error.message().contains("in use"), "{error}");
+        refused += 1;
+        drop(large);
+        last.feed(&wanted[last.position()..]).unwrap();
+        truth.check(&last, 4, "after room was made");
+    }
+    assert!(refused > 0, "the cache is too small for three at some size");
+}
