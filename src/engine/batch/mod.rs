@@ -96,9 +96,15 @@ enum News<J, R> {
     Done(J, Outcome<R>),
 }
 
-/// A step that was formed: the calls in it, without their jobs, and the jobs with their numbers of tokens.
+/// A call in a step, without its job.
+struct Served<J, R> {
+    call: Call<()>,
+    seat: Arc<Seat<J, R>>,
+}
+
+/// A step that was formed: the calls in it, and their jobs with their numbers of tokens.
 struct Step<J, R> {
-    calls: Vec<(Call<()>, Arc<Seat<J, R>>)>,
+    calls: Vec<Served<J, R>>,
     jobs: Vec<(J, usize)>,
 }
 
@@ -229,7 +235,7 @@ impl<J, R> Batcher<J, R> {
                 continue;
             }
             let (call, job) = waiting.call.split();
-            step.calls.push((call, waiting.seat));
+            step.calls.push(Served { call, seat: waiting.seat });
             step.jobs.push((job, tokens));
         }
         (!step.jobs.is_empty()).then_some(step)
@@ -238,7 +244,7 @@ impl<J, R> Batcher<J, R> {
     /// Runs the step and deals out what became of it.
     fn run(&self, step: Step<J, R>, run: &Run<'_, J, R>) {
         let Step { calls, mut jobs } = step;
-        let stops: Vec<Stop> = calls.iter().map(|(call, _)| call.stop.clone()).collect();
+        let stops: Vec<Stop> = calls.iter().map(|served| served.call.stop.clone()).collect();
         let mut between = |_: usize| match stops.iter().all(Stop::is_asked) {
             true => Err(Error::new(ErrorKind::Cancelled, "cancelled")),
             false => Ok(()),
@@ -248,8 +254,8 @@ impl<J, R> Batcher<J, R> {
         let took = start.elapsed();
 
         let mut state = self.state();
-        let decoded = calls.iter().any(|(call, _)| call.demand.decodes);
-        let prompts = calls.iter().zip(&jobs).filter(|((call, _), _)| !call.demand.decodes);
+        let decoded = calls.iter().any(|served| served.call.demand.decodes);
+        let prompts = calls.iter().zip(&jobs).filter(|(served, _)| !served.call.demand.decodes);
         state.pace.observe(decoded, prompts.map(|(_, job)| job.1).sum(), took);
 
         let several = jobs.len() > 1;
@@ -258,7 +264,7 @@ impl<J, R> Batcher<J, R> {
             Ok(Err(error)) => Err(Ok(error)),
             Err(payload) => Err(Err(payload)),
         };
-        for ((mut call, seat), (job, _)) in calls.into_iter().zip(jobs) {
+        for (Served { mut call, seat }, (job, _)) in calls.into_iter().zip(jobs) {
             let outcome = match &mut results {
                 Ok(results) => Ok(results.next().unwrap_or_else(|| Err(missing()))),
                 Err(Ok(error)) if error.kind() == ErrorKind::Cancelled => Ok(Err(stopped(&call.stop))),

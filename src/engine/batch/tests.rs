@@ -48,11 +48,11 @@ fn a_call_alone_is_served_by_its_own_thread() {
     assert!(!batcher.state().is_led);
 }
 
+/// What goes wrong with a step of these jobs.
+type Misbehave<'a> = dyn Fn(&[(usize, usize)]) -> Result<()> + Sync + 'a;
+
 /// Holds the first step until `count` more calls wait, and hands out the sizes of the steps.
-fn crowd(
-    count: usize,
-    misbehave: &(dyn Fn(&[(usize, usize)]) -> Result<()> + Sync),
-) -> (Vec<Outcome<usize>>, Vec<usize>) {
+fn crowd(count: usize, misbehave: &Misbehave<'_>) -> (Vec<Outcome<usize>>, Vec<usize>) {
     let batcher = Numbers::new(64, 64);
     let sizes = Mutex::new(Vec::new());
     let run = |jobs: &mut [(usize, usize)], between: &mut Between<'_>| {
