@@ -108,6 +108,7 @@ fn help_explains_every_option_of_every_command() {
         "--device",
         "--threads",
         "--chunk",
+        "--batch-invariant",
         "--cache-bytes",
         "--checkpoint-bytes",
         "--checkpoints",
@@ -144,6 +145,7 @@ fn help_explains_every_option_of_every_command() {
         "--context",
         "--repetitions",
         "--bandwidth",
+        "--layers",
         "--sessions",
         "--seed",
         "--json",
@@ -195,7 +197,7 @@ fn wrong_usage_is_exit_code_2_and_says_what_is_wrong() {
     misused(&run_args(&["--numerics", "fuzzy"]), "one of reference, served, kvquant, exact");
     misused(&run_args(&["--kv", "q4"]), "one of fp8, bf16, f32");
     misused(&run_args(&["--device", "tpu"]), "cpu, cuda or cuda:N");
-    misused(&run_args(&["--chunk", "0"]), "65536");
+    misused(&run_args(&["--chunk", "65537"]), "65536");
     misused(&run_args(&["--threads", "9999"]), "1024");
     misused(&run_args(&["--cache-bytes", "8Q"]), "not a size");
     misused(&run_args(&["--cache-bytes", "99999999999T"]), "64 bits");
