@@ -161,6 +161,10 @@ fn help_explains_every_option_of_every_command() {
         ("eval", [&eval[..], &engine].concat()),
         ("bench", [&bench[..], &engine].concat()),
         ("trace", [&["--tokens", "--out"], &engine[..]].concat()),
+        (
+            "selftest",
+            vec!["--tokens", "--device", "--seed", "--only", "--small", "--careful", "--quiet", "--fault", "--speed"],
+        ),
     ];
     let overview = ok(&["--help"]);
     for (name, options) in commands {
