@@ -152,7 +152,7 @@ fn help_explains_every_option_of_every_command() {
         "--csv",
     ];
     let chat = ["--system", "--thinking", "--effort", "--tools", "--max-tokens", "--stats", "--session"];
-    let commands: [(&str, Vec<&str>); 8] = [
+    let commands: [(&str, Vec<&str>); 9] = [
         ("run", [&run[..], &run_output, &sampling, &engine].concat()),
         ("chat", [&chat[..], &sampling, &engine].concat()),
         ("info", vec!["--context", "--kv", "--cache-bytes", "--json"]),
