@@ -21,7 +21,7 @@ int main(int argc, char **argv)
     memset(&options, 0x55, sizeof options);
     dsv4_engine_options_init(&options.known);
     CHECK(options.known.size == sizeof options.known && options.unknown[0] == 0x5555555555555555u);
-    CHECK(options.known.device == NULL && options.known.threads == 0 && options.known.prefill_chunk == 256);
+    CHECK(options.known.device == NULL && options.known.threads == 0 && options.known.prefill_chunk == 0);
     CHECK(options.known.numerics == DSV4_NUMERICS_REFERENCE && options.known.kv_format == DSV4_KV_FORMAT_AUTO);
 
     // a newer program: zero is fine, anything else is refused with its place
@@ -41,10 +41,10 @@ int main(int argc, char **argv)
     dsv4_engine_options_init(&options.known);
     options.known.size = offsetof(dsv4_engine_options, threads);
     options.known.threads = 5000;
-    options.known.prefill_chunk = 0;
+    options.known.prefill_chunk = 70000;
     options.known.numerics = DSV4_NUMERICS_EXACT;
     OK(dsv4_engine_new(model, &options.known, &engine, &err));
-    dsv4_engine_info info = {sizeof info, {0}, 0, 0, 0, 0};
+    dsv4_engine_info info = {sizeof info, {0}, 0, 0, 0, 0, {0}};
     OK(dsv4_engine_get_info(engine, &info, &err));
     CHECK(info.numerics == DSV4_NUMERICS_EXACT && info.kv_format == DSV4_KV_FORMAT_F32 && info.prefill_chunk == 256);
     CHECK(info.threads >= 1 && info.simd[0] != 0 && strcmp(info.device, "cpu") == 0);
@@ -57,7 +57,7 @@ int main(int argc, char **argv)
     struct {
         dsv4_engine_info known;
         uint64_t unknown;
-    } more = {{sizeof more, {0}, 0, 0, 0, 0}, 777};
+    } more = {{sizeof more, {0}, 0, 0, 0, 0, {0}}, 777};
     OK(dsv4_engine_get_info(engine, &more.known, &err));
     CHECK(more.known.threads >= 1 && more.unknown == 0);
     info.size = 0;
@@ -84,8 +84,11 @@ int main(int argc, char **argv)
     options.known.kv_format = 4;
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "kv_format is 4; 0 to 3", dsv4_engine_new(model, &options.known, &engine, &err));
     dsv4_engine_options_init(&options.known);
-    options.known.prefill_chunk = 0;
-    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "prefill_chunk is 0", dsv4_engine_new(model, &options.known, &engine, &err));
+    options.known.prefill_chunk = 65537;
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "prefill_chunk is 65537", dsv4_engine_new(model, &options.known, &engine, &err));
+    dsv4_engine_options_init(&options.known);
+    options.known.reserved = 7;
+    REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "reserved is 7", dsv4_engine_new(model, &options.known, &engine, &err));
     dsv4_engine_options_init(&options.known);
     options.known.threads = 5000;
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "threads is 5000", dsv4_engine_new(model, &options.known, &engine, &err));

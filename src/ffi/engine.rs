@@ -18,7 +18,7 @@ use super::status::{dsv4_error, dsv4_status};
 use crate::cache::tier::{Prefetch, TierOptions};
 use crate::cache::{CheckpointPolicy, KvFormat};
 use crate::engine::{DeviceChoice, Engine, EngineOptions};
-use crate::error::Result;
+use crate::error::{Result, bail};
 use crate::model::Numerics;
 
 /// An engine. Functions that take it as `const` may run on several threads at once.
@@ -317,6 +317,9 @@ pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions
         // SAFETY: by the contract above.
         unsafe { c_text(options.prefix_salt, "prefix_salt") }?
     };
+    if options.reserved != 0 {
+        bail!(InvalidArgument, "reserved is {}; it must be 0", options.reserved);
+    }
     let policies = [
         (dsv4_checkpoints::Boundary, CheckpointPolicy::Boundary),
         (dsv4_checkpoints::None, CheckpointPolicy::None),
