@@ -115,6 +115,13 @@ __device__ __forceinline__ float e2m1_scale(float amax) {
 // magnitude as an integer that orders like it, NaN last
 __device__ __forceinline__ u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 
+// an integer that orders like the value; NaN and minus infinity are equally low, and above 0
+__device__ __forceinline__ u32 rank_of(float v) {
+  if (v != v) v = minus_infinity();
+  const u32 bits = __float_as_uint(v + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 // byte of a power of two, 255 for NaN
 __device__ __forceinline__ u8 e8m0_code(float scale) { return u8((__float_as_uint(scale) >> 23) & 0xFF); }
 

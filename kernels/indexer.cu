@@ -169,13 +169,6 @@ struct TopKParams {
 
 constexpr u32 CHUNK = 16384, SELECT_THREADS = 1024, PER_THREAD = CHUNK / SELECT_THREADS;
 
-// orders like the value; NaN and minus infinity are equally low, and above 0
-__device__ __forceinline__ u32 rank_of(float v) {
-  if (v != v) v = minus_infinity();
-  const u32 bits = __float_as_uint(v + 0.0f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // place of value i in shared memory: a thread's 16 neighbours then lie in different banks than those of others
 __device__ __forceinline__ u32 place_of(u32 i) { return i ^ (i >> 4 & 15); }
 
@@ -303,36 +296,4 @@ extern "C" __global__ void __launch_bounds__(1024, 1) top_k_merge(const __grid_c
   if (threadIdx.x == 0) p.counts[row] = p.k;
   auto value = [&](u32 i) { return scores[i]; };
   select(count, p.k, ranks, value, [&](u32 at, u32 i) { ids[at] = from[i]; });
-}
-
-struct ArgmaxParams {
-  const float* logits;  // [rows, count]
-  u32* ids;             // [rows] highest logit, ties to the lower id; all ones if a logit is NaN or infinite
-  float* values;        // [rows] that logit
-  u32 count;
-};
-
-// grid rows
-extern "C" __global__ void __launch_bounds__(1024) argmax(const __grid_constant__ ArgmaxParams p) {
-  wait_for_inputs();
-  __shared__ u64 best[32];
-  __shared__ u32 bad;
-  const float* logits = p.logits + u64(blockIdx.x) * p.count;
-  if (threadIdx.x == 0) bad = 0;
-  __syncthreads();
-  u64 mine = 0;  // rank, then the complement of the id
-  for (u32 i = threadIdx.x; i < p.count; i += 1024) {
-    const float v = logits[i];
-    if (magnitude_bits(v) >= 0x7F800000u) bad = 1;
-    mine = max(mine, u64(rank_of(v)) << 32 | (ALL - i));
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) mine = max(mine, __shfl_xor_sync(ALL, mine, step));
-  if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = mine;
-  __syncthreads();
-  if (threadIdx.x > 0) return;
-  for (u32 w = 1; w < 32; w++) mine = max(mine, best[w]);
-  const u32 id = ALL - u32(mine);
-  p.ids[blockIdx.x] = bad ? ALL : id;
-  p.values[blockIdx.x] = logits[id];
 }

@@ -10,6 +10,7 @@ pub mod research;
 mod step;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use crate::backend::cpu::Cpu;
 use crate::cache::file::Identity;
@@ -18,15 +19,16 @@ use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, PageMemory, 
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
+use crate::sampler::Draw;
 
 use batch::Batcher;
-use step::Job;
+use step::{Job, Stepped};
 
 pub(crate) use batch::Home;
 pub use cancel::CancelToken;
 pub(crate) use cancel::Stop;
 pub use options::{DeviceChoice, EngineOptions};
-pub(crate) use step::{Done, Terms};
+pub(crate) use step::{Chosen, Done, Terms, Work};
 
 /// One model ready to run. Shared between sessions and threads.
 ///
@@ -44,6 +46,8 @@ pub struct Engine {
     device: Device,
     cache: Arc<CacheManager>,
     batcher: Batcher<Job, Done>,
+    /// Tokens that the device chose.
+    choices: AtomicU64,
 }
 
 /// What runs the layers.
@@ -96,7 +100,8 @@ impl Engine {
         );
         let cache = CacheManager::with_memory(layout, options.cache_options(limit), context.as_bytes(), tiers, memory);
         let batcher = Batcher::new(options.prefill_chunk, device.sequences());
-        Ok(Arc::new(Self { model: Arc::clone(model), options, kv_format, cpu, tables, device, cache, batcher }))
+        let (model, choices) = (Arc::clone(model), AtomicU64::new(0));
+        Ok(Arc::new(Self { model, options, kv_format, cpu, tables, device, cache, batcher, choices }))
     }
 
     /// The model it runs.
@@ -164,19 +169,36 @@ impl Engine {
         identity(&self.model, &self.options, self.cache.layout())
     }
 
-    /// Takes the segments' tokens through the layers, on whichever device; they may be committed then.
+    /// Takes the segments' tokens through the layers, on whichever device; they may be committed then. A device that can
+    /// choose tokens follows the `draws`, one for each segment or no list.
     fn run(
         &self,
         segments: &mut [Segment<'_>],
+        draws: &[Option<&Draw>],
         between: &mut (dyn FnMut(usize) -> Result<()> + Send),
-    ) -> Result<Vec<f32>> {
+    ) -> Result<Stepped> {
         match &self.device {
             Device::Cpu => {
                 let trunk = self.trunk(Rounding::from(self.options.numerics));
-                self.cpu.pool.enter(|| trunk.step(segments, between, &mut Probe::off()))
+                let logits = self.cpu.pool.enter(|| trunk.step(segments, between, &mut Probe::off()))?;
+                Ok(Stepped { logits, choices: Vec::new() })
             }
             #[cfg(feature = "cuda")]
-            Device::Gpu(gpu) => gpu.step(segments, between),
+            Device::Gpu(gpu) => gpu.step(segments, draws, between),
+        }
+    }
+
+    /// Whether the device can choose tokens. On the CPU the logits are where the sampler is.
+    pub(crate) fn chooses(&self) -> bool {
+        !self.device.is_cpu()
+    }
+
+    /// Logits `[vocab]` of a hidden state that the device left of a token it chose: the same bits as then.
+    pub(crate) fn logits_of(&self, hidden: &[u16]) -> Result<Vec<f32>> {
+        match &self.device {
+            Device::Cpu => bail!(InvalidArgument, "{} values of a hidden state on the CPU", hidden.len()),
+            #[cfg(feature = "cuda")]
+            Device::Gpu(gpu) => gpu.logits_of(hidden),
         }
     }
 

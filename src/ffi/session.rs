@@ -222,7 +222,7 @@ pub unsafe extern "C" fn dsv4_session_logits(
         logits.check()?;
         n.check()?;
         let none = || Error::new(ErrorKind::InvalidArgument, "the session has no logits: feed it first");
-        let row = session.logits().ok_or_else(none)?;
+        let row = session.try_logits()?.ok_or_else(none)?;
         logits.set(row.as_ptr());
         n.set(row.len());
         Ok(())
@@ -276,7 +276,7 @@ pub unsafe extern "C" fn dsv4_session_get_info(
             position: session.position() as u64,
             context: session.context() as u64,
             remaining: session.remaining() as u64,
-            has_logits: i32::from(session.logits().is_some()),
+            has_logits: i32::from(session.has_logits()),
             reserved: 0,
             reused_tokens: session.reused_tokens(),
         });

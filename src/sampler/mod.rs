@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod draw;
 mod nucleus;
 mod options;
 mod penalties;
@@ -22,6 +23,7 @@ use crate::TokenId;
 use crate::alloc;
 use crate::error::{Result, bail};
 
+pub(crate) use draw::{Draw, Edit};
 use nucleus::Cut;
 pub use options::SamplerOptions;
 use penalties::Penalties;

@@ -49,9 +49,7 @@ impl Cut {
 /// Finds the cut of the three limits together. `keys` is scratch.
 pub(super) fn cut(logits: &[f32], weights: &Weights, limits: &Limits, keys: &mut Vec<u64>) -> Result<Cut> {
     let weights_of = weights.as_slice();
-    // min-p needs no order: it is a weight. Tokens of weight 0 are never drawn.
-    let min_weight = (f64::from(limits.min_p) * weights.one() as f64).ceil().max(1.0) as u64;
-    let mut cut = Cut { key: 0, weight: min_weight };
+    let mut cut = Cut { key: 0, weight: min_weight(limits.min_p, weights.one()) };
     let top_k = limits.top_k as usize;
     let limits_k = top_k > 0 && top_k < logits.len();
     if !limits_k && limits.top_p == 1.0 {
@@ -83,6 +81,11 @@ pub(super) fn cut(logits: &[f32], weights: &Weights, limits: &Limits, keys: &mut
         cut.weight = cut.weight.max(weights_of[id_of(cut.key) as usize]);
     }
     Ok(cut)
+}
+
+/// Weight that min-p asks for where the likeliest token weighs `one`: it needs no order. Tokens of weight 0 are never drawn.
+pub(super) fn min_weight(min_p: f32, one: u64) -> u64 {
+    (f64::from(min_p) * one as f64).ceil().max(1.0) as u64
 }
 
 /// A logit that at least `top_k` logits reach: the k-th largest of block maxima, or minus infinity

@@ -62,6 +62,17 @@ impl Penalties {
         self.counts.is_empty()
     }
 
+    /// Number of tokens that would be.
+    pub(super) fn len(&self) -> usize {
+        self.counts.len()
+    }
+
+    /// Counted tokens and what is subtracted from their logits, in no order.
+    pub(super) fn subtracted(&self, options: &SamplerOptions) -> impl Iterator<Item = (TokenId, f32)> + '_ {
+        let (presence, frequency) = (options.presence_penalty, options.frequency_penalty);
+        self.counts.iter().map(move |(&id, &count)| (id, presence + frequency * count as f32))
+    }
+
     fn forget(&mut self, id: TokenId) {
         if let Some(count) = self.counts.get_mut(&id) {
             *count -= 1;
@@ -74,7 +85,7 @@ impl Penalties {
     /// Changes the logits of counted tokens; each is touched once, so the order does not matter.
     pub(super) fn apply(&self, options: &SamplerOptions, logits: &mut [f32]) -> Result<()> {
         let vocab = logits.len();
-        for (&id, &count) in &self.counts {
+        for (id, subtracted) in self.subtracted(options) {
             let Some(logit) = logits.get_mut(id as usize) else {
                 bail!(InvalidArgument, "accepted token id {id} is outside the {vocab} logits");
             };
@@ -84,7 +95,7 @@ impl Penalties {
             }
             let repetition = options.repetition_penalty;
             *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
-            *logit -= options.presence_penalty + options.frequency_penalty * count as f32;
+            *logit -= subtracted;
         }
         Ok(())
     }

@@ -26,8 +26,19 @@ impl CounterRng {
     }
 
     fn next(&mut self) -> u64 {
+        let value = self.peek();
+        self.skip();
+        value
+    }
+
+    /// The next number, which stays the next.
+    pub(super) fn peek(&self) -> u64 {
+        mix(self.key.wrapping_add(STEP.wrapping_mul(self.counter.wrapping_add(1))))
+    }
+
+    /// Leaves the next number out.
+    pub(super) fn skip(&mut self) {
         self.counter = self.counter.wrapping_add(1);
-        mix(self.key.wrapping_add(STEP.wrapping_mul(self.counter)))
     }
 }
 

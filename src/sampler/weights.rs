@@ -18,8 +18,7 @@ pub(super) struct Weights {
 impl Weights {
     /// `max` is the largest of `logits`, finite.
     pub(super) fn fill(&mut self, logits: &[f32], max: f32, temperature: f32) -> Result<()> {
-        let vocab_bits = u64::BITS - (logits.len() as u64).leading_zeros();
-        let one_bits = 62 - vocab_bits;
+        let one_bits = one_bits(logits.len());
         self.one = 1 << one_bits;
         self.values.clear();
         alloc::reserve("the sampler's weights", &mut self.values, logits.len())?;
@@ -45,6 +44,12 @@ impl Weights {
     pub(super) fn one(&self) -> u64 {
         self.one
     }
+}
+
+/// Bits of the likeliest token's weight among `vocab`.
+pub(super) fn one_bits(vocab: usize) -> u32 {
+    let vocab_bits = u64::BITS - (vocab as u64).leading_zeros();
+    62 - vocab_bits
 }
 
 /// `value * 2^bits` truncated to an integer, for a value from 0 to 1 that is not subnormal.

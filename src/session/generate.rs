@@ -129,7 +129,7 @@ impl Iterator for Generation<'_> {
 impl Decoding {
     /// Starts from the logits of `session`. Errors as [`Session::generate`].
     pub(crate) fn new(session: &Session, options: GenerateOptions) -> Result<Self> {
-        if session.logits().is_none() {
+        if !session.has_logits() {
             bail!(InvalidArgument, "the session has no logits: feed it a prompt first");
         }
         let model = session.engine().model();
@@ -165,17 +165,14 @@ impl Decoding {
             );
         }
         if let Some(token) = self.pending {
-            session.feed(&[token])?;
+            session.feed_for(token, sampler)?;
             self.pending = None;
             self.position += 1;
         }
-        let Some(logits) = session.logits() else {
-            bail!(InvalidArgument, "the session has no logits");
-        };
         // memory first: after the draw nothing may fail, or a second try would draw another token
         sampler.reserve_accept()?;
         self.matcher.reserve()?;
-        let token = sampler.sample(logits)?;
+        let token = session.choose(sampler)?;
         sampler.accept(token)?;
         let mut step = self.matcher.push(token)?;
         self.pending = Some(token);

@@ -4,6 +4,7 @@
 pub mod eval;
 mod file;
 mod generate;
+mod logits;
 mod prefix;
 mod stop;
 
@@ -15,9 +16,12 @@ use std::time::{Duration, Instant};
 use crate::TokenId;
 use crate::alloc;
 use crate::cache::{BLOCK_TOKENS, CacheBytes, Checkpoint, Mark, PrefixKey, SequenceCache, State};
-use crate::engine::{Done, Engine, Home, Stop, Terms};
+use crate::engine::{Done, Engine, Home, Stop, Terms, Work};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
+use crate::sampler::{Draw, Sampler};
+
+use logits::Logits;
 
 pub use crate::engine::CancelToken;
 pub use file::{SaveOptions, Saved, SessionFile, SessionFileInfo};
@@ -96,7 +100,7 @@ pub struct Session {
     context: usize,
     tokens: Vec<TokenId>,
     /// Logits behind the last token; empty before the first.
-    logits: Vec<f32>,
+    logits: Logits,
     /// Keys of the full blocks that other prompts can find, in order; the last block may still be missing.
     keys: Vec<PrefixKey>,
     /// A checkpoint that other prompts shall find when its block is among them.
@@ -104,7 +108,7 @@ pub struct Session {
     /// The end of the last prompt: what a truncation to there or beyond starts from.
     mark: Option<Arc<Mark>>,
     /// Earlier logits and the positions they stand behind, oldest first: those that a rollback can need.
-    earlier: VecDeque<(usize, Vec<f32>)>,
+    earlier: VecDeque<(usize, Logits)>,
     rollback: usize,
     /// Tokens that were reused from other prompts instead of computed.
     reused: u64,
@@ -129,7 +133,7 @@ impl Session {
             cache: engine.home(cache),
             context,
             tokens: Vec::new(),
-            logits: Vec::new(),
+            logits: Logits::default(),
             keys: Vec::new(),
             unsettled: None,
             mark: None,
@@ -158,18 +162,44 @@ impl Session {
         tokens: &[TokenId],
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
     ) -> Result<()> {
-        self.run(tokens, LogitRows::Last, progress, &mut |_, _| Ok(()))
+        self.run(tokens, LogitRows::Last, None, progress, &mut |_, _| Ok(()))
     }
 
     /// As [`Session::feed`], handing out the logits of every token: `sink(position, logits)`.
     pub fn feed_all(&mut self, tokens: &[TokenId], sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
-        self.run(tokens, LogitRows::All, &mut |_| ControlFlow::Continue(()), sink)
+        self.run(tokens, LogitRows::All, None, &mut |_| ControlFlow::Continue(()), sink)
+    }
+
+    /// As [`Session::feed`] of one token whose successor `sampler` is about to choose: where the engine's device can do
+    /// that, the logits stay there, and [`Session::choose`] finds the choice. Not after somebody asked for such logits.
+    pub(crate) fn feed_for(&mut self, token: TokenId, sampler: &Sampler) -> Result<()> {
+        let chooses = self.engine.chooses() && !self.logits.were_asked_for();
+        let draw = if chooses { sampler.draw(self.engine.model().config().vocab_size) } else { None };
+        self.run(&[token], LogitRows::Last, draw, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
+    }
+
+    /// The token that `sampler` chooses from the session's logits.
+    ///
+    /// # Errors
+    /// Those of [`Sampler::sample`]; `InvalidArgument` if there are no logits.
+    pub(crate) fn choose(&self, sampler: &mut Sampler) -> Result<TokenId> {
+        if self.logits.has_choice()
+            && let Some(token) = self.logits.choice(sampler.draw(self.engine.model().config().vocab_size).as_ref())
+        {
+            sampler.count_draw();
+            return Ok(token);
+        }
+        let Some(logits) = self.try_logits()? else {
+            bail!(InvalidArgument, "the session has no logits");
+        };
+        sampler.sample(logits)
     }
 
     fn run(
         &mut self,
         tokens: &[TokenId],
         rows: LogitRows,
+        mut draw: Option<Draw>,
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
         sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
@@ -190,7 +220,7 @@ impl Session {
         let kept = tokens.len().min(self.rollback) + 1;
         self.earlier
             .try_reserve(kept)
-            .map_err(|_| Error::out_of_memory("earlier logits", (kept * size_of::<Vec<f32>>()) as u64))?;
+            .map_err(|_| Error::out_of_memory("earlier logits", (kept * size_of::<Logits>()) as u64))?;
         let terms = self.terms(tokens.len());
         let mut done = if rows == LogitRows::Last { self.reuse(tokens)? } else { 0 };
         let end = self.position() + tokens.len() - done;
@@ -198,7 +228,8 @@ impl Session {
             let part = &tokens[done..done + self.next_chunk(end)];
             let last = done + part.len() == tokens.len();
             let wanted = if rows == LogitRows::Last && !last { LogitRows::None } else { rows };
-            let Done { tokens: taken, logits } = self.engine.step(&mut self.cache, part, wanted, &terms)?;
+            let work = Work { tokens: part, logits: wanted, draw: draw.take_if(|_| last) };
+            let Done { tokens: taken, logits, chosen } = self.engine.step(&mut self.cache, work, &terms)?;
             let (part, last) = (&part[..taken], last && taken == part.len());
             // until the call is complete the session's logits would be those of an older token
             self.retire_logits(part.len());
@@ -211,7 +242,9 @@ impl Session {
                 }
                 self.keep_earlier(&logits, vocab)?;
             }
-            if rows == LogitRows::All || last {
+            if let Some(chosen) = chosen {
+                self.logits = chosen.into();
+            } else if rows == LogitRows::All || last {
                 self.keep_last(logits, vocab);
             }
             self.publish(end, self.settled(tokens.len()))?;
@@ -250,27 +283,42 @@ impl Session {
         let count = rows.len() / vocab;
         for back in (1..count.min(self.rollback + 1)).rev() {
             let row = alloc::copied("earlier logits", &rows[(count - 1 - back) * vocab..][..vocab])?;
-            self.earlier.push_back((self.position() - back, row));
+            self.earlier.push_back((self.position() - back, row.into()));
         }
         Ok(())
     }
 
     /// Drops all logits: the session goes on from elsewhere.
     fn forget_logits(&mut self) {
-        self.logits.clear();
+        self.logits = Logits::default();
         self.earlier.clear();
     }
 
     fn keep_last(&mut self, mut logits: Vec<f32>, vocab: usize) {
         let start = logits.len() - vocab;
         logits.drain(..start);
-        self.logits = logits;
+        self.logits = logits.into();
     }
 
     /// Logits `[vocab]` behind the last token, before softmax. `None` before the first token, and after a `feed` that
     /// stopped half-way (feed on to get them).
+    ///
+    /// In a generation on a GPU the device chooses the tokens, and logits that nobody asks for do not leave it. Asking
+    /// gives those that were chosen from, computed again, and the next ones come along; `None` if the device cannot any
+    /// more, which the next call on the session explains.
     pub fn logits(&self) -> Option<&[f32]> {
-        if self.logits.is_empty() { None } else { Some(&self.logits) }
+        self.try_logits().ok().flatten()
+    }
+
+    /// The same with the reason if the device cannot give them.
+    pub(crate) fn try_logits(&self) -> Result<Option<&[f32]>> {
+        let logits = self.logits.get(&self.engine)?;
+        Ok(if logits.is_empty() { None } else { Some(logits) })
+    }
+
+    /// Whether there are logits, without computing any.
+    pub(crate) fn has_logits(&self) -> bool {
+        !self.logits.is_empty()
     }
 
     /// Number of tokens in the session.
@@ -326,7 +374,7 @@ impl Session {
             cache: self.engine.home(self.cache.fork()?),
             context: self.context,
             tokens: alloc::copied("session tokens", &self.tokens)?,
-            logits: alloc::copied("logits", &self.logits)?,
+            logits: self.logits.copy()?,
             keys: alloc::copied("session blocks", &self.keys)?,
             unsettled: self.unsettled.clone(),
             mark: self.mark.clone(),
@@ -350,7 +398,7 @@ impl Session {
         if position > self.position() {
             bail!(InvalidArgument, "cannot truncate to {position} tokens: the session has {}", self.position());
         }
-        if position == self.position() && self.logits().is_some() {
+        if position == self.position() && self.has_logits() {
             return Ok(());
         }
         if position == 0 {
@@ -361,7 +409,7 @@ impl Session {
         }
         // the last token is always computed, for its logits
         let rest = self.go_below(position)?;
-        self.run(&rest, LogitRows::Last, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
+        self.run(&rest, LogitRows::Last, None, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
     }
 
     /// Goes back to what the session has in common with `tokens`, and returns how many tokens that is; feed the rest of
@@ -401,8 +449,8 @@ impl Session {
     fn set_mark(&mut self) {
         // without its logits it is still a place to compute from, so a refusal is no error
         let mut logits = Vec::new();
-        if logits.try_reserve_exact(self.logits.len()).is_ok() {
-            logits.extend_from_slice(&self.logits);
+        if logits.try_reserve_exact(self.logits.on_host().len()).is_ok() {
+            logits.extend_from_slice(self.logits.on_host());
         }
         let checkpoint = Checkpoint { state: self.cache.checkpoint(), logits: logits.into() };
         self.mark = Some(Arc::new(Mark::new(self.engine.cache(), checkpoint)));
@@ -435,14 +483,14 @@ impl Session {
         self.cache.rewind(checkpoint.state);
         self.cut(position);
         self.forget_logits();
-        self.logits = logits;
+        self.logits = logits.into();
         Ok(true)
     }
 
-    fn copy_earlier(&self) -> Result<VecDeque<(usize, Vec<f32>)>> {
+    fn copy_earlier(&self) -> Result<VecDeque<(usize, Logits)>> {
         let mut copy = alloc::with_capacity("earlier logits", self.earlier.len())?;
         for (position, logits) in &self.earlier {
-            copy.push((*position, alloc::copied("earlier logits", logits)?));
+            copy.push((*position, logits.copy()?));
         }
         Ok(copy.into())
     }

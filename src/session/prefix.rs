@@ -33,7 +33,7 @@ impl Session {
             self.keys.extend_from_slice(&hit.keys);
             self.tokens.extend_from_slice(&tokens[..count]);
             self.forget_logits();
-            self.logits = logits;
+            self.logits = logits.into();
             self.reused += count as u64;
         }
         // only now: a hit that was found but could not be taken over is none
@@ -73,7 +73,7 @@ impl Session {
         if !wanted {
             return Ok(());
         }
-        let logits = alloc::copied("checkpoint logits", &self.logits)?.into();
+        let logits = self.logits.to_vec(&self.engine)?.into();
         let checkpoint = Checkpoint { state: self.cache.checkpoint(), logits };
         // like a mark, it makes room where there is none
         self.unsettled = Some(Arc::new(Mark::new(self.engine.cache(), checkpoint)));

@@ -154,6 +154,7 @@ mod tests {
             "linear",
             "moe",
             "norm",
+            "sample",
             "wide",
         ];
         for file in files {

@@ -227,8 +227,10 @@ impl<J, R> Batcher<J, R> {
         let mut tokens = vec![0; demands.len()];
         compose(&demands, limits).iter().for_each(|share| tokens[share.index] = share.tokens);
         let mut step = Step { calls: Vec::new(), jobs: Vec::new() };
-        let waiting = std::mem::take(&mut state.waiting);
-        for (mut waiting, tokens) in waiting.into_iter().zip(tokens) {
+        let mut waiting: Vec<_> = std::mem::take(&mut state.waiting).into_iter().zip(tokens).collect();
+        // those with few tokens side by side: a device takes neighbours of a kind together
+        waiting.sort_by_key(|&(_, tokens)| tokens);
+        for (mut waiting, tokens) in waiting {
             if tokens == 0 {
                 waiting.call.demand.passed += 1;
                 state.waiting.push(waiting);

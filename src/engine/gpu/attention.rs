@@ -9,7 +9,7 @@ use crate::alloc;
 use crate::backend::cuda::memory::Buffer;
 use crate::backend::cuda::ops::{
     self, Attention, AttentionPath, Compress, Compressor, Entries, HEAD_DIM, INDEX_DIM, IndexQuery, Insert, Job,
-    Output, RmsNorm, Scores, TopK, Weight,
+    Output, ROPE_DIM, ROW_BYTES, RmsNorm, Scores, TopK, Weight,
 };
 use crate::backend::cuda::stream::Stream;
 use crate::cache::Bucket;
@@ -197,29 +197,39 @@ impl Run<'_> {
         let (c, t) = (self.config, self.tables.tables);
         let kind = c.layers[layer];
         let (ring, entry_ids) = (self.tables.ring(layer)?, self.tables.pages(layer, Kind::Entries)?);
-        let pages = self.pages(layer, Kind::Entries, &entry_ids);
-        let entries = match kind {
-            LayerKind::Window => Entries::None,
-            LayerKind::C4a => Entries::Selected { pages, ids: &b.selected, counts: &b.counts, width: c.index_topk },
-            LayerKind::C128a => Entries::All { pages },
-        };
+        let (sequence, sequences) = (self.tables.sequence()?, self.tables.sequences_within_launches()?);
         let most_keys = t.most_keys(kind, c.sliding_window, c.index_topk);
-        let split = AttentionPath::Split { most_keys, out: &b.split, sums: &b.split_sums };
-        let attention = Attention {
-            q: &b.q,
-            out: &b.out,
-            sink: &w.sink,
-            turns,
-            sequence: &self.tables.sequence()?,
-            sequences: &self.tables.sequences()?,
-            staged,
-            ring: self.table(&ring, Bucket::Wide, ring.len() / t.sequences),
-            entries,
-            window: c.sliding_window,
-            quantise: self.rounding.output_fp8,
-            path: if self.split { split } else { AttentionPath::Whole },
-        };
-        ops::attend(self.stream, &attention)
+        for launch in t.launches() {
+            let part = |width: usize| launch.rows.start * width..launch.rows.end * width;
+            let wide = part(c.num_attention_heads * HEAD_DIM);
+            let pages = self.pages(layer, Kind::Entries, &entry_ids);
+            let (selected, counts);
+            let entries = match kind {
+                LayerKind::Window => Entries::None,
+                LayerKind::C4a => {
+                    (selected, counts) = (b.selected.slice(part(c.index_topk))?, b.counts.slice(part(1))?);
+                    Entries::Selected { pages, ids: &selected, counts: &counts, width: c.index_topk }
+                }
+                LayerKind::C128a => Entries::All { pages },
+            };
+            let split = AttentionPath::Split { most_keys, out: &b.split, sums: &b.split_sums };
+            let attention = Attention {
+                q: &b.q.slice(wide.clone())?,
+                out: &b.out.slice(wide)?,
+                sink: &w.sink,
+                turns: &turns.slice(part(ROPE_DIM / 2))?,
+                sequence: &sequence.slice(part(1))?,
+                sequences: &sequences,
+                staged: &staged.slice(part(ROW_BYTES))?,
+                ring: self.table(&ring, Bucket::Wide, ring.len() / t.sequences),
+                entries,
+                window: c.sliding_window,
+                quantise: self.rounding.output_fp8,
+                path: if launch.splits { split } else { AttentionPath::Whole },
+            };
+            ops::attend(self.stream, &attention)?;
+        }
+        Ok(())
     }
 
     /// Grouped `wo_a`, then `wo_b`.

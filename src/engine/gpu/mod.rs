@@ -4,6 +4,7 @@
 //! wrong. Steps of several sessions take turns.
 
 mod attention;
+mod choices;
 mod ffn;
 mod plan;
 mod probe;
@@ -14,7 +15,7 @@ mod tables;
 mod weights;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::alloc;
 use crate::backend::cpu::rope::frequencies;
@@ -28,20 +29,23 @@ use crate::cache::{CacheLayout, CacheManager, PageMemory};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::{Segment, finite_logits, finite_streams, wanted_rows};
 use crate::model::{Model, Rounding};
+use crate::sampler::Draw;
 use crate::tensor::format::bf16_value;
 
 use self::plan::Plan;
-use self::scratch::{LOGIT_ROWS, SPLIT_ROWS, Scratch, Size};
+use self::choices::{Choices, deliver};
+use self::scratch::{LOGIT_ROWS, Scratch, Size};
 use self::step::{PageBuffer, Run, Side};
 use self::tables::{PagesKey, Tables};
 use self::weights::{DeviceWeights, Placer, Upload};
 use super::EngineOptions;
+use super::step::Stepped;
 
 /// Bytes of each half of the upload buffer.
 const UPLOAD_BYTES: usize = 32 << 20;
 /// Rows of logits that reach the host through pinned memory.
 const HOST_ROWS: usize = 8;
-/// New rows of a sequence up to which a step counts as decoding: attention then cuts each query's keys.
+/// New rows of a sequence up to which it counts as decoding: attention then cuts each query's keys.
 const DECODE_ROWS: usize = 8;
 
 /// A model on a GPU.
@@ -69,7 +73,7 @@ struct Queue {
     /// What the page tables on the device were made from.
     resident: Option<PagesKey>,
     graphs: Graphs,
-    /// Where a decoding step leaves its flag and the logits of a few sequences.
+    /// Where a step leaves its flag and tokens, and what the host wants of a few rows: logits, or hidden states.
     host: [Pinned; 2],
 }
 
@@ -133,7 +137,8 @@ impl GpuEngine {
         let words = tables.take("tables of a step", plan.words())?;
         let (scratch, graphs) = (Arena::new(&gpu, plan.step)?, HashMap::new());
         let logits = HOST_ROWS * config.vocab_size * size_of::<f32>();
-        let host = [Pinned::new(&gpu, size_of::<u32>())?, Pinned::new(&gpu, logits)?];
+        let outcome = (1 + LOGIT_ROWS) * size_of::<u32>();
+        let host = [Pinned::new(&gpu, outcome)?, Pinned::new(&gpu, logits)?];
         let queue = Queue { stream, side: Some(side), scratch, words, resident: None, graphs, host };
         Ok(Self {
             model: Arc::clone(model),
@@ -154,13 +159,17 @@ impl GpuEngine {
     pub(super) fn with_room<T>(&self, cache: &CacheManager, mut work: impl FnMut() -> Result<T>) -> Result<T> {
         match work() {
             Err(error) if error.kind() == ErrorKind::NoBlocks => {
-                let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+                let queue = self.queue();
                 let moved = cache.compact()?;
                 drop(queue);
                 if moved == 0 { Err(error) } else { work() }
             }
             result => result,
         }
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The memory of the cache.
@@ -183,38 +192,53 @@ impl GpuEngine {
         &self.gpu.limits().name
     }
 
-    /// Takes the segments' tokens through the model; as [`Trunk::step`](crate::model::deepseek_v4::Trunk::step). On success
-    /// the segments may be committed, on error their sequences are as before.
+    /// Takes the segments' tokens through the model; as [`Trunk::step`](crate::model::deepseek_v4::Trunk::step), but for
+    /// segments with a draw, whose last row's token is chosen here. On success the segments may be committed, on error
+    /// their sequences are as before.
     pub(super) fn step(
         &self,
         segments: &mut [Segment<'_>],
+        draws: &[Option<&Draw>],
         between: &mut dyn FnMut(usize) -> Result<()>,
-    ) -> Result<Vec<f32>> {
-        self.with_run(segments, |run, segments| {
+    ) -> Result<Stepped> {
+        let choices = Choices::new(segments, draws, LOGIT_ROWS)?;
+        self.with_choices(segments, &choices, |run, segments| {
             let graphs = run.graphs.take();
             if let Some(graphs) = graphs.filter(|_| is_decoding(segments) && !self.gpu.is_careful()) {
                 between(0)?;
-                if let Some(logits) = decode(run, graphs)? {
-                    return Ok(logits);
-                }
-                return Err(find_not_finite(run, segments));
+                return decode(run, graphs)?.ok_or_else(|| find_not_finite(run, segments));
             }
             layers(run, segments, between)?;
-            let logits = logits(run, run.tables.tables.wanted())?;
+            let (mut stepped, wanted) = (Stepped::default(), run.tables.tables.wanted());
+            for first in (0..wanted).step_by(LOGIT_ROWS) {
+                let part = first..(first + LOGIT_ROWS).min(wanted);
+                let logits = run.head(part.clone())?;
+                ops::watch_f32(run.stream, &logits, &run.scratch.bad)?;
+                deliver(run, &logits, part, &mut stepped)?;
+            }
             if run.stream.read(&run.scratch.bad)?[0] != 0 {
                 return Err(find_not_finite(run, segments));
             }
-            finite_logits(&logits, run.config.vocab_size, wanted_rows(segments).into_iter())?;
             rollback::keep_rows(run, segments)?;
             run.commit()?;
-            Ok(logits)
+            Ok(stepped)
         })
     }
 
-    /// Queues work for the rows of `segments` and waits for it, however it ends: pages may go to others then.
+    /// Queues work for the rows of `segments` and waits for it; nothing is chosen.
     fn with_run<T>(
         &self,
         segments: &mut [Segment<'_>],
+        work: impl FnOnce(&mut Run<'_>, &mut [Segment<'_>]) -> Result<T>,
+    ) -> Result<T> {
+        self.with_choices(segments, &Choices::default(), work)
+    }
+
+    /// Queues work for the rows of `segments` and waits for it, however it ends: pages may go to others then.
+    fn with_choices<T>(
+        &self,
+        segments: &mut [Segment<'_>],
+        choices: &Choices,
         work: impl FnOnce(&mut Run<'_>, &mut [Segment<'_>]) -> Result<T>,
     ) -> Result<T> {
         let count = segments.iter().map(|s| s.tokens.len()).sum::<usize>();
@@ -222,10 +246,10 @@ impl GpuEngine {
             bail!(InvalidArgument, "a step of {count} tokens on an engine for {} (prefill_chunk)", self.plan.rows);
         }
         // from here on no page changes its number
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue();
         let key = PagesKey::new(segments);
         let wanted: Vec<u32> = wanted_rows(segments).into_iter().map(|row| row as u32).collect();
-        let tables = Tables::new(segments, &wanted, &key, self.plan.small_words)?;
+        let tables = Tables::new(segments, (&wanted, choices), &key, self.plan.small_words, self.batch_invariant)?;
         if tables.words.len() > self.plan.small_words {
             bail!(InvalidArgument, "a step of {} sequences: too many for its tables", segments.len());
         }
@@ -240,7 +264,6 @@ impl GpuEngine {
         }
         let config = self.model.config();
         let scratch = Scratch::new(scratch, config, Size { rows: count, visible: tables.visible() })?;
-        let few = segments.iter().all(|s| s.tokens.len() <= DECODE_ROWS) || self.batch_invariant;
         let mut run = Run {
             stream,
             side: side.as_ref(),
@@ -251,10 +274,10 @@ impl GpuEngine {
             pages: &self.pages,
             scratch: &scratch,
             tables: tables.on(words),
+            choices,
             graphs: Some(graphs),
             host: Some(host),
             rows: count,
-            split: few && count <= SPLIT_ROWS,
             at: 0,
         };
         let result = work(&mut run, segments);
@@ -284,8 +307,8 @@ fn layers(run: &mut Run<'_>, segments: &mut [Segment<'_>], between: &mut dyn FnM
 }
 
 /// A step of one token a sequence, committed, as a graph from the second time on that one of its shape is wanted. `None`
-/// if a value was not finite; nothing is committed then.
-fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Vec<f32>>> {
+/// if a value was not finite; nothing is committed then. What is chosen is chosen behind the graph.
+fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Stepped>> {
     let shape = (run.rows, run.tables.tables.visible(), run.tables.tables.wanted());
     let queue = |run: &mut Run<'_>| {
         layers(run, &mut [], &mut |_| Ok(()))?;
@@ -313,19 +336,16 @@ fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Vec<f32>>> {
             logits
         }
     };
-    let Some([flag, values]) = run.host.take() else { bail!(InvalidArgument, "a step without a place for its logits") };
-    run.stream.read_later(&run.scratch.bad, flag)?;
-    let mut host = Vec::new();
-    match &logits {
-        Some(logits) if logits.bytes() <= values.len() => {
-            run.stream.read_later(logits, values)?;
-            run.stream.synchronize()?;
-            host = alloc::copied("logits", values.values(logits.len())?)?;
-        }
-        Some(logits) => host = run.stream.read(logits)?,
-        None => run.stream.synchronize()?,
+    let mut stepped = Stepped::default();
+    if let Some(logits) = &logits {
+        deliver(run, logits, 0..shape.2, &mut stepped)?;
     }
-    Ok((flag.values::<u32>(1)?[0] == 0).then_some(host))
+    let bad = match run.host.as_deref_mut() {
+        // it came with the rest
+        Some([outcome, _]) if logits.is_some() => outcome.values::<u32>(1)?[0],
+        _ => run.stream.read(&run.scratch.bad)?[0],
+    };
+    Ok((bad == 0).then_some(stepped))
 }
 
 impl Captured {
@@ -346,7 +366,8 @@ fn logits(run: &Run<'_>, wanted: usize) -> Result<Vec<f32>> {
     Ok(logits)
 }
 
-/// Runs the layers once more, looking at each one's streams, for the error that names the first bad one.
+/// Runs the layers once more, looking at each one's streams and then at the logits, for the error that names the first
+/// value that is bad.
 fn find_not_finite(run: &mut Run<'_>, segments: &[Segment<'_>]) -> Error {
     let mut find = || -> Result<()> {
         run.begin()?;
@@ -365,6 +386,9 @@ fn find_not_finite(run: &mut Run<'_>, segments: &[Segment<'_>]) -> Error {
                 );
             }
         }
+        run.leave()?;
+        let logits = logits(run, run.tables.tables.wanted())?;
+        finite_logits(&logits, run.config.vocab_size, wanted_rows(segments).into_iter())?;
         bail!(Numeric, "activations are not finite, but were when computed again")
     };
     find().err().unwrap_or_else(|| Error::new(ErrorKind::Numeric, "activations are not finite"))

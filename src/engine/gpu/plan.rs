@@ -1,11 +1,12 @@
 //! What an engine takes of a device's memory, decided before anything is allocated.
 
+use super::choices::EDITS;
 use super::scratch::{Scratch, Size};
 use super::tables::table_blocks;
 use super::weights::{DeviceWeights, Placer};
 use crate::backend::cuda::device::Gpu;
 use crate::backend::cuda::memory::Arena;
-use crate::backend::cuda::ops::{HEAD_DIM, INDEX_DIM, MAX_WIDTH, ROPE_DIM};
+use crate::backend::cuda::ops::{DrawWords, EditWords, HEAD_DIM, INDEX_DIM, MAX_WIDTH, ROPE_DIM};
 use crate::cache::{BLOCK_TOKENS, CacheLayout, KvFormat};
 use crate::engine::EngineOptions;
 use crate::error::{Error, ErrorKind, Result, bail};
@@ -105,10 +106,11 @@ fn small_words(layout: &CacheLayout, rows: usize) -> usize {
     let of_sequence: usize = (0..layout.layers.len())
         .map(|i| layout.ring_pages() + 2 * layout.main_state_pages(i).1 + 2 * layout.index_state_pages(i))
         .sum();
-    // a row has an id, a position, a sequence, perhaps logits, and in the worst case a group, a zero and a list of its own;
-    // each table may leave three words unused
-    (rows * (4 + 4 + 1 + 4) + sequences * (4 + 8 + of_sequence) + 4 * (8 + 4 * layout.layers.len() + 3 * sequences))
-        .next_multiple_of(64)
+    // a row has an id, a position, a sequence, perhaps logits, and in the worst case a group, a zero and a list of its own; a
+    // sequence two entries in lists, and perhaps a draw; each table may leave three words unused
+    let of_choices = sequences * size_of::<DrawWords>() / 4 + EDITS * size_of::<EditWords>() / 4;
+    let unused = 4 * (11 + 4 * layout.layers.len() + 3 * sequences);
+    (rows * (4 + 4 + 1 + 4) + sequences * (4 + 4 + 8 + of_sequence) + of_choices + unused).next_multiple_of(64)
 }
 
 /// Whether the GPU's kernels are written for the model and the options.

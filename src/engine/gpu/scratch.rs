@@ -42,8 +42,11 @@ pub(super) struct Size {
 pub(super) struct Scratch {
     /// `[4, rows, 32]`, see `ops::rotations`.
     pub(super) turns: Buffer<[f32; 2]>,
+    /// The step's flag, and tokens chosen from `LOGIT_ROWS` rows at once: together, and each alone.
+    pub(super) outcome: Buffer<u32>,
     /// 1: set if a value is not finite.
     pub(super) bad: Buffer<u32>,
+    pub(super) tokens: Buffer<u32>,
     /// Residual streams `[rows, STREAMS, D]`, read and written in turn.
     pub(super) streams: [Buffer<u16>; 2],
     /// `[rows, 24]`.
@@ -128,17 +131,20 @@ impl Scratch {
         let undo_state = kinds.map(|kind| kind.state_pages() * kind.page_bytes()).into_iter().max().unwrap_or(0);
         let (attention, ffn) =
             arena.overlap(|arena| Attention::new(arena, c, size), |arena| Ffn::new(arena, c, rows))?;
+        let outcome = arena.take("a flag and tokens", 1 + LOGIT_ROWS)?;
         let mut bf16 = |what, len| arena.take::<u16>(what, len);
         Ok(Self {
             attention,
             ffn,
+            bad: outcome.slice(0..1)?,
+            tokens: outcome.slice(1..1 + LOGIT_ROWS)?,
+            outcome,
             streams: [bf16("residual streams", rows * STREAMS * d)?, bf16("residual streams", rows * STREAMS * d)?],
             input: bf16("sub-layer input", rows * d)?,
             quantised: bf16("quantised sub-layer input", rows * d)?,
             output: bf16("sub-layer output", rows * d)?,
             hidden: bf16("final hidden states", logit_rows * d)?,
             turns: arena.take("rotations", 4 * rows * TURNS)?,
-            bad: arena.take("a flag", 1)?,
             mixes: arena.take("mixing coefficients", rows * MIX_FLOATS)?,
             parts: arena.take("partial sums of projections", parts_len(rows, d))?,
             staged: arena.take("staged window rows", c.num_hidden_layers * rows * ROW_BYTES)?,

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use super::choices::Choices;
 use super::scratch::Scratch;
 use super::tables::{Kind, OnDevice};
 use super::weights::{DeviceWeights, Hyper};
@@ -46,13 +47,13 @@ pub(super) struct Run<'a> {
     pub(super) pages: &'a PageBuffer,
     pub(super) scratch: &'a Scratch,
     pub(super) tables: OnDevice<'a>,
-    /// Where a decoding step leaves its flag and logits.
+    /// The draws among the wanted rows.
+    pub(super) choices: &'a Choices,
+    /// Where a step leaves its flag and tokens, and what the host wants of a few rows.
     pub(super) host: Option<&'a mut [Pinned; 2]>,
     /// Captured steps, for those that want them.
     pub(super) graphs: Option<&'a mut super::Graphs>,
     pub(super) rows: usize,
-    /// Attention cuts a query's keys instead of giving each query one block: few rows.
-    pub(super) split: bool,
     /// Which of the two stream buffers holds the residual streams.
     pub(super) at: usize,
 }
@@ -129,19 +130,7 @@ impl Run<'_> {
             norm_eps: c.rms_norm_eps,
         };
         ops::finish(self.stream, &finish)?;
-        let logits = s.logits.slice(0..rows * c.vocab_size)?;
-        let job = Job {
-            weight: &w.head,
-            first_row: 0,
-            rows: c.vocab_size,
-            cols: c.hidden_size,
-            x: &hidden,
-            x_stride: c.hidden_size,
-            y: Output::F32(logits.clone()),
-            y_stride: c.vocab_size,
-        };
-        ops::linear(self.stream, &[job], rows, Some(&s.workspace))?;
-        Ok(logits)
+        head_product(self.stream, c, w, s, rows)
     }
 
     /// Moves the window rows into their rings, unless the step's flag is set.
@@ -240,4 +229,27 @@ impl Run<'_> {
     pub(super) fn pages<'b>(&'b self, layer: usize, kind: Kind, ids: &'b Buffer<u32>) -> Pages<'b> {
         self.table(ids, Self::bucket(self.config.layers[layer], kind), ids.len() / self.tables.tables.sequences)
     }
+}
+
+/// Logits `[rows, vocab]` of the first `rows` hidden states in the scratch memory.
+pub(super) fn head_product(
+    stream: &Stream,
+    c: &Config,
+    w: &DeviceWeights,
+    s: &Scratch,
+    rows: usize,
+) -> Result<Buffer<f32>> {
+    let logits = s.logits.slice(0..rows * c.vocab_size)?;
+    let job = Job {
+        weight: &w.head,
+        first_row: 0,
+        rows: c.vocab_size,
+        cols: c.hidden_size,
+        x: &s.hidden.slice(0..rows * c.hidden_size)?,
+        x_stride: c.hidden_size,
+        y: Output::F32(logits.clone()),
+        y_stride: c.vocab_size,
+    };
+    ops::linear(stream, &[job], rows, Some(&s.workspace))?;
+    Ok(logits)
 }

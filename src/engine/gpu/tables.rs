@@ -3,9 +3,12 @@
 
 use std::ops::Range;
 
+use super::DECODE_ROWS;
+use super::choices::Choices;
+use super::scratch::SPLIT_ROWS;
 use crate::alloc;
 use crate::backend::cuda::memory::{Buffer, Plain};
-use crate::backend::cuda::ops::{GROUP_ROWS, Group, Sequence};
+use crate::backend::cuda::ops::{DrawWords, EditWords, GROUP_ROWS, Group, Sequence};
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::config::LayerKind;
@@ -57,6 +60,9 @@ pub(super) struct Tables {
     sequence: Range<usize>,
     /// `[sequences]` of [`Sequence`].
     list: Range<usize>,
+    /// The same with each sequence's first row counted from that of its launch of attention.
+    within_launches: Range<usize>,
+    launches: Vec<Launch>,
     /// [`Group`]s of rows, in order.
     groups: Range<usize>,
     group_list: Vec<Group>,
@@ -65,6 +71,34 @@ pub(super) struct Tables {
     layers: Vec<LayerTables>,
     undo: Vec<UndoTables>,
     first_rows: Vec<usize>,
+    draws: Range<usize>,
+    edits: Range<usize>,
+}
+
+/// Rows of whole, neighbouring sequences whose attention is one launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Launch {
+    pub(super) rows: Range<usize>,
+    /// Cuts a query's keys instead of giving each query one block: the order of sums for few rows.
+    pub(super) splits: bool,
+}
+
+/// The launches of sequences with `counts` rows. How a sequence is treated depends on its own count alone; `invariant`
+/// treats all as if they were short.
+fn launches(counts: impl Iterator<Item = usize>, invariant: bool) -> Vec<Launch> {
+    let mut launches: Vec<Launch> = Vec::new();
+    let mut first = 0;
+    for count in counts {
+        let (rows, splits) = (first..first + count, count <= DECODE_ROWS || invariant);
+        first = rows.end;
+        match launches.last_mut() {
+            Some(last) if last.splits == splits && !(splits && rows.end - last.rows.start > SPLIT_ROWS) => {
+                last.rows.end = rows.end;
+            }
+            _ => launches.push(Launch { rows, splits }),
+        }
+    }
+    launches
 }
 
 /// What a segment needs whose last tokens can be taken back: zeros `[tokens]`, the sequence as it is before each of
@@ -106,11 +140,18 @@ pub(super) enum Kind {
 }
 
 impl Tables {
-    /// Tables of a step whose `wanted` rows get logits. Those of entries and keys begin at word `pages_at`.
+    /// Tables of a step whose `wanted` rows get logits. Those of entries and keys begin at word `pages_at`. All sequences
+    /// are treated as short ones if `invariant`.
     ///
     /// # Errors
     /// `OutOfMemory`.
-    pub(super) fn new(segments: &[Segment<'_>], wanted: &[u32], key: &PagesKey, pages_at: usize) -> Result<Self> {
+    pub(super) fn new(
+        segments: &[Segment<'_>],
+        (wanted, choices): (&[u32], &Choices),
+        key: &PagesKey,
+        pages_at: usize,
+        invariant: bool,
+    ) -> Result<Self> {
         let rows: usize = segments.iter().map(|s| s.tokens.len()).sum();
         let caches: Vec<&SequenceCache> = segments.iter().map(|s| s.cache).collect();
         let mut w = Writer { words: Vec::new() };
@@ -136,6 +177,13 @@ impl Tables {
         }
         let flat = sequences.iter().flat_map(|s: &Sequence| [s.start, s.first_row, s.rows, s.unused]);
         let list = w.table(4 * sequences.len(), flat)?;
+        let launches = launches(segments.iter().map(|s| s.tokens.len()), invariant);
+        let flat = sequences.iter().flat_map(|s: &Sequence| {
+            let row = s.first_row as usize;
+            let launch = launches.iter().find(|launch| launch.rows.contains(&row)).map_or(0, |launch| launch.rows.start);
+            [s.start, s.first_row - launch as u32, s.rows, s.unused]
+        });
+        let within_launches = w.table(4 * sequences.len(), flat)?;
         let flat = group_list.iter().flat_map(|g: &Group| [g.sequence, g.first_row, g.rows, g.position]);
         let groups = w.table(4 * group_list.len(), flat)?;
 
@@ -171,6 +219,9 @@ impl Tables {
         for s in segments {
             undo.push(w.undo(s)?);
         }
+        // last, so that they move nothing that a captured step reads
+        let draws = w.table(choices.draws.as_flattened().len(), choices.draws.as_flattened().iter().copied())?;
+        let edits = w.table(choices.edits.as_flattened().len(), choices.edits.as_flattened().iter().copied())?;
         let words = w.words;
         let first_rows = sequences.iter().map(|s| s.first_row as usize).collect();
         let sequences = segments.len();
@@ -183,13 +234,22 @@ impl Tables {
             positions,
             sequence,
             list,
+            within_launches,
+            launches,
             groups,
             group_list,
             rings,
             layers,
             undo,
             first_rows,
+            draws,
+            edits,
         })
+    }
+
+    /// Launches of attention, in order.
+    pub(super) fn launches(&self) -> &[Launch] {
+        &self.launches
     }
 
     /// Number of rows whose logits are wanted.
@@ -298,6 +358,22 @@ impl OnDevice<'_> {
         self.structs(&self.tables.list, 0..self.tables.sequences)
     }
 
+    /// The sequences as a launch of attention takes them.
+    pub(super) fn sequences_within_launches(&self) -> Result<Buffer<Sequence>> {
+        self.structs(&self.tables.within_launches, 0..self.tables.sequences)
+    }
+
+    /// Draws `which` of the step.
+    pub(super) fn draws(&self, which: Range<usize>) -> Result<Buffer<DrawWords>> {
+        self.structs(&self.tables.draws, which)
+    }
+
+    /// Edits of all draws.
+    pub(super) fn edits(&self) -> Result<Buffer<EditWords>> {
+        let count = self.tables.edits.len() * size_of::<u32>() / size_of::<EditWords>();
+        self.structs(&self.tables.edits, 0..count)
+    }
+
     pub(super) fn groups(&self, which: Range<usize>) -> Result<Buffer<Group>> {
         self.structs(&self.tables.groups, which)
     }
@@ -382,5 +458,21 @@ impl Writer {
     ) -> Result<Range<usize>> {
         let len = caches.iter().map(|c| list(c).count()).sum();
         self.table(len, caches.iter().flat_map(|c| list(c)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sequence_is_treated_alike_whatever_is_beside_it() {
+        let of = |counts: &[usize], invariant| launches(counts.iter().copied(), invariant);
+        let launch = |rows, splits| Launch { rows, splits };
+        assert_eq!(of(&[1; 64], false), [launch(0..64, true)]);
+        assert_eq!(of(&[1; 80], false), [launch(0..64, true), launch(64..80, true)]);
+        assert_eq!(of(&[1, 8, 9, 500], false), [launch(0..9, true), launch(9..518, false)]);
+        assert_eq!(of(&[500, 1, 500], false), [launch(0..500, false), launch(500..501, true), launch(501..1001, false)]);
+        assert_eq!(of(&[60, 3, 2], true), [launch(0..63, true), launch(63..65, true)], "whole sequences");
     }
 }

@@ -5,6 +5,7 @@ mod halves;
 mod timing;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::cache::{BLOCK_TOKENS, Block, CacheLayout, CacheManager, CacheOptions, KvFormat, SequenceCache};
 use crate::error::{Result, bail};
@@ -253,6 +254,11 @@ pub fn engine_with_noise(model: &Arc<Model>, options: EngineOptions) -> Result<A
     Ok(Arc::new(engine))
 }
 
+/// Tokens that the engine's device chose so far, instead of handing their logits to the host.
+pub fn choices(engine: &Engine) -> u64 {
+    engine.choices.load(Ordering::Relaxed)
+}
+
 /// Takes the prompts through the model as one step, each a sequence of its own, and then one token more of each, the
 /// likeliest: the logits `[prompts, vocab]` behind that.
 pub fn batch(engine: &Arc<Engine>, prompts: &[&[u32]]) -> Result<Vec<Vec<f32>>> {
@@ -264,7 +270,7 @@ pub fn batch(engine: &Arc<Engine>, prompts: &[&[u32]]) -> Result<Vec<Vec<f32>>> 
             let staged = cache.stage(tokens.len())?;
             segments.push(Segment { cache, staged, tokens, logits: LogitRows::Last });
         }
-        let logits = engine.run(&mut segments, &mut |_| Ok(()))?;
+        let logits = engine.run(&mut segments, &[], &mut |_| Ok(()))?.logits;
         let staged: Vec<_> = segments.into_iter().map(|s| s.staged).collect();
         caches.iter_mut().zip(staged).for_each(|(cache, staged)| cache.commit(staged));
         Ok::<_, crate::error::Error>(logits)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::{Engine, Home, Stop};
+use super::super::{Engine, Home, Stop, Work};
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment};
@@ -49,7 +49,8 @@ impl Timing {
         let terms = self.engine.begin(ids.len(), Stop::default(), 0, true);
         let mut rest = ids;
         loop {
-            let done = self.engine.step(&mut self.cache, rest, LogitRows::Last, &terms)?;
+            let work = Work { tokens: rest, logits: LogitRows::Last, draw: None };
+            let done = self.engine.step(&mut self.cache, work, &terms)?;
             rest = &rest[done.tokens..];
             if rest.is_empty() {
                 return Ok(done.logits);

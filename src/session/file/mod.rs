@@ -99,8 +99,8 @@ impl Session {
 
     /// As [`Session::save`], with options.
     pub fn save_with(&self, path: impl AsRef<Path>, options: SaveOptions) -> Result<Saved> {
-        let identity = self.engine.identity();
-        image::Image { identity: &identity, tokens: &self.tokens, cache: &self.cache, logits: &self.logits }
+        let (identity, logits) = (self.engine.identity(), self.logits.get(&self.engine)?);
+        image::Image { identity: &identity, tokens: &self.tokens, cache: &self.cache, logits }
             .save(path.as_ref(), options.complete)
     }
 
@@ -129,7 +129,7 @@ impl Session {
         let mut session = Self::over(engine, context, loaded.cache, options.rollback);
         session.tokens = loaded.tokens;
         session.reused = position as u64;
-        session.logits = loaded.logits;
+        session.logits = loaded.logits.into();
         session.set_mark();
         session.publish(position, position)?;
         // no tokens is no work

@@ -452,24 +452,6 @@ fn project_streams(lab: &Lab<'_>, v: &[f32], basis: &[f32], rows: usize) -> Resu
     Ok(m)
 }
 
-pub(super) fn argmax(lab: &mut Lab<'_>) -> Result<()> {
-    let (rows, vocab) = (5, if lab.small { 3000 } else { 129_280 });
-    let mut logits = lab.normal(rows * vocab, 3.0);
-    logits[vocab + 2000] = 50.0;
-    logits[vocab + 1999] = 50.0;
-    logits[2 * vocab..3 * vocab].fill(-0.0);
-    logits[2 * vocab + 17] = 0.0;
-    logits[3 * vocab + 5] = f32::NAN;
-    logits[4 * vocab + 6] = f32::NEG_INFINITY;
-    let d_logits = lab.put(&logits)?;
-    let (ids, values) = (lab.output(rows)?, lab.output(rows)?);
-    ops::argmax(&lab.stream, &d_logits, &ids, &values)?;
-    let first = (0..vocab as u32).rev().max_by(|&a, &b| logits[a as usize].total_cmp(&logits[b as usize])).unwrap_or(0);
-    let got = lab.get(&ids)?;
-    lab.report("argmax", "ties, zeros, NaN, infinite", different(&got, &[first, 1999, 0, u32::MAX, u32::MAX]), 0.0);
-    Ok(())
-}
-
 /// Pitfalls 54, 58, 59: NaN, infinities, equal and nearly equal values, and k of either release, among 262,144.
 pub(super) fn top_k(lab: &mut Lab<'_>) -> Result<()> {
     for k in [1, 16, 512, 1024] {

@@ -10,6 +10,7 @@ mod experts;
 mod lab;
 mod long;
 mod pages;
+mod sample;
 mod sequence;
 mod timing;
 mod world;
@@ -85,7 +86,9 @@ const GROUPS: &[(&str, Group)] = &[
     ("rotations", dense::rotations),
     ("linear", dense::linear),
     ("hyper", dense::hyper),
-    ("argmax", dense::argmax),
+    ("argmax", sample::argmax),
+    ("top_logits", sample::top_logits),
+    ("sample", sample::sample),
     ("top_k", dense::top_k),
     ("route", experts::route),
     ("group", experts::group),

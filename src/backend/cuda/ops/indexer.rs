@@ -1,9 +1,9 @@
-//! `kernels/indexer.cu`: index queries, scores, exact top-k, and the highest logit.
+//! `kernels/indexer.cu`: index queries, scores, exact top-k.
 
 use super::super::memory::{Buffer, Plain};
 use super::super::stream::Stream;
 use super::cache::{Pages, RawPages};
-use super::{INDEX_DIM, KEY_BYTES, Launch, Params, ROPE_DIM, address, at_least, exact, multiple, rows, word};
+use super::{INDEX_DIM, KEY_BYTES, Launch, Params, ROPE_DIM, address, at_least, exact, multiple, word};
 use crate::error::{Result, bail};
 
 /// Keys of a block, rows of a group.
@@ -240,38 +240,6 @@ pub(crate) fn top_k(stream: &Stream, a: &TopK<'_>) -> Result<()> {
     let kernel = stream.gpu().kernel("top_k_merge")?;
     // SAFETY: as above.
     unsafe { stream.launch(kernel, launch([count, 1, 1]), &params) }
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ArgmaxParams {
-    logits: u64,
-    ids: u64,
-    values: u64,
-    count: u32,
-    pad: u32,
-}
-// SAFETY: mirrors `ArgmaxParams`.
-unsafe impl Params for ArgmaxParams {}
-
-/// The highest logit of each row `[rows, vocab]`, ties to the lower id; `u32::MAX` if a logit is NaN or infinite.
-pub(crate) fn argmax(stream: &Stream, logits: &Buffer<f32>, ids: &Buffer<u32>, values: &Buffer<f32>) -> Result<()> {
-    let count = ids.len();
-    exact("the highest logits", values, count)?;
-    if count == 0 {
-        return Ok(());
-    }
-    multiple("the length of the logits", logits.len(), count)?;
-    let params = ArgmaxParams {
-        logits: logits.address(),
-        ids: ids.address(),
-        values: values.address(),
-        count: word("vocab_size", logits.len() / count)?,
-        pad: 0,
-    };
-    let kernel = stream.gpu().kernel("argmax")?;
-    // SAFETY: sizes checked above.
-    unsafe { stream.launch(kernel, rows(count, 1024), &params) }
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ mod indexer;
 mod linear;
 mod moe;
 mod norm;
+mod sample;
 mod wide;
 
 pub(crate) use attention::{
@@ -18,13 +19,14 @@ pub(crate) use attention::{
 pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
 pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
 pub(crate) use indexer::{
-    GROUP_ROWS, Group, IndexQuery, Scores, TopK, argmax, index_query, scores, top_k, top_k_parts,
+    GROUP_ROWS, Group, IndexQuery, Scores, TopK, index_query, scores, top_k, top_k_parts,
 };
 pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
 pub(crate) use moe::{
     ExpertFormat, Experts, FEW_TOKENS, Grouping, Product, Route, Routing, combine, expert_product, group, route, swiglu,
 };
 pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations, watch, watch_f32};
+pub(crate) use sample::{DrawWords, EditWords, Sample, argmax, draw_words, edit_words, sample, top_logits};
 pub(crate) use wide::images_len;
 
 use super::memory::{Buffer, Plain};
