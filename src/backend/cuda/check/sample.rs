@@ -161,6 +161,7 @@ pub(super) fn sample(lab: &mut Lab<'_>) -> Result<()> {
                 draws.reverse();
                 want.reverse();
                 let (logits, tokens) = (lab.put(&all)?, lab.output(want.len())?);
+                edits.push([0; 4]); // never an empty list
                 let (draws, edits) = (lab.put(&draws)?, lab.put(&edits)?);
                 let a = Sample { logits: &logits, vocab, draws: &draws, edits: &edits, tokens: &tokens };
                 ops::sample(&lab.stream, &a)?;
