@@ -10,7 +10,8 @@ use common::long::{self, ENDS};
 use common::metrics::{argmax, logsumexp};
 use common::{shared, subject};
 use dsv4::research;
-use dsv4::{DeviceChoice, Engine, EngineOptions, Markup, Model, Numerics};
+use dsv4::{DeviceChoice, Engine, EngineOptions, GenerateOptions, Markup, Model, Numerics};
+use dsv4::{Sampler, SamplerOptions, Session};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -153,6 +154,141 @@ fn a_prompt_alone_has_the_logits_that_it_has_among_eight() {
     let all = together.iter().map(Vec::len).sum::<usize>();
     eprintln!("{different} of {all} logits differ between a prompt alone and among eight");
     assert_eq!(different, 0, "of {all} logits");
+}
+
+/// A sequence of one new token has one order of sums, whatever is beside it: a prompt, or more sequences than attention
+/// takes at once.
+#[test]
+fn a_decoding_row_has_its_logits_alone_beside_a_prompt_and_among_eighty() {
+    let Some([_, device]) = pair("decoding rows beside others", Numerics::Reference) else { return };
+    let text = texts(device.model()).swap_remove(0);
+    let decoding: Vec<&[u32]> = (0..80).map(|i| &text[i * 3..i * 3 + 20 + i * 3]).collect();
+    let prompt = &text[7..307];
+    let beside = |texts: &[&[u32]], prompt: &[u32]| research::beside(&device, texts, prompt).expect("the step runs");
+    let alone: Vec<Vec<f32>> = decoding.iter().map(|text| beside(&[text], &[]).swap_remove(0)).collect();
+    let prompt_alone = beside(&[], prompt).swap_remove(0);
+    let check = |what: &str, got: &[Vec<f32>], want: &[Vec<f32>]| {
+        let different = |(a, b): (&Vec<f32>, &Vec<f32>)| a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        let count: usize = got.iter().zip(want).map(different).sum();
+        eprintln!("{count} of {} logits of decoding rows differ {what}", got.iter().map(Vec::len).sum::<usize>());
+        assert_eq!((count, got.len()), (0, want.len()), "{what}");
+    };
+    check("among eighty", &beside(&decoding, &[]), &alone);
+    for count in [1, 2, 9, 80] {
+        let mut got = beside(&decoding[..count], prompt);
+        check(&format!("beside {count}: the prompt's own"), &[got.pop().expect("a row")], &[prompt_alone.clone()]);
+        check(&format!("beside a prompt, {count} of them"), &got, &alone[..count]);
+    }
+}
+
+/// Settings of every kind that a device can follow.
+fn settings() -> Vec<(&'static str, SamplerOptions)> {
+    let plain = SamplerOptions { seed: 11, ..SamplerOptions::default() };
+    let penalties = SamplerOptions {
+        repetition_penalty: 1.2,
+        presence_penalty: 0.2,
+        frequency_penalty: 0.1,
+        penalty_window: 50,
+        ..plain.clone()
+    };
+    let bias: Vec<(u32, f32)> = (0..40).map(|id| (id * 7, if id % 3 == 0 { f32::NEG_INFINITY } else { 1.5 })).collect();
+    vec![
+        ("greedy", SamplerOptions::greedy()),
+        ("plain", plain.clone()),
+        ("temperature", SamplerOptions { temperature: 0.7, ..plain.clone() }),
+        ("top-k", SamplerOptions { top_k: 20, ..plain.clone() }),
+        ("top-p", SamplerOptions { top_p: 0.9, ..plain.clone() }),
+        ("min-p", SamplerOptions { min_p: 0.1, temperature: 1.5, ..plain.clone() }),
+        ("penalties", penalties.clone()),
+        ("greedy with penalties", SamplerOptions { greedy: true, ..penalties.clone() }),
+        ("bias", SamplerOptions { logit_bias: bias.clone(), ..plain }),
+        ("all", SamplerOptions { temperature: 1.3, top_k: 50, top_p: 0.95, min_p: 0.01, logit_bias: bias, ..penalties }),
+    ]
+}
+
+/// Goes on from the session's logits: `count` tokens, chosen wherever the engine does that.
+fn generated(session: &mut Session, sampler: &mut Sampler, count: u64) -> Vec<u32> {
+    let options = GenerateOptions { max_tokens: Some(count), ignore_eos: true, ..GenerateOptions::default() };
+    let pieces = session.generate(sampler, options).expect("a generation");
+    pieces.map(|piece| piece.expect("a token").token).collect()
+}
+
+/// A session on `engine` that was fed `prompt`.
+fn fed(engine: &Arc<Engine>, prompt: &[u32]) -> Session {
+    let mut session = subject::session(engine, 2000);
+    session.feed(prompt).expect("it is fed");
+    session
+}
+
+#[test]
+fn tokens_chosen_on_the_device_are_those_that_the_host_chooses_from_the_same_logits() {
+    let Some([_, device]) = pair("tokens chosen on the device", Numerics::Reference) else { return };
+    let text = texts(device.model()).swap_remove(0);
+    for (name, options) in settings() {
+        let before = research::choices(&device);
+        let mut session = fed(&device, &text[..150]);
+        let tokens = generated(&mut session, &mut Sampler::new(options.clone()).expect("a sampler"), 120);
+        let chosen = research::choices(&device) - before;
+
+        // fed by the caller, a session's logits come to the host
+        let (mut host, mut other) = (fed(&device, &text[..150]), 0);
+        let mut sampler = Sampler::new(options).expect("a sampler");
+        for (i, &token) in tokens.iter().enumerate() {
+            other += usize::from(sampler.sample(subject::logits(&host)).expect("a token") != token);
+            sampler.accept(token).expect("it is counted");
+            if i + 1 < tokens.len() {
+                host.feed(&[token]).expect("it is fed");
+            }
+        }
+        eprintln!("{name}: {chosen} of {} tokens chosen on the device, {other} others than the host's", tokens.len());
+        assert_eq!(other, 0, "{name}");
+        assert_eq!(chosen as usize, tokens.len() - 1, "{name}: the first comes from the prompt's logits");
+        // the last token is in neither session; nobody had asked for these logits
+        assert!(subject::logits(&session) == subject::logits(&host), "{name}: logits that stayed on the device");
+        generated(&mut session, &mut Sampler::new(SamplerOptions::greedy()).expect("a sampler"), 2);
+        assert_eq!(research::choices(&device) - before, chosen, "the host chooses what it feeds, and once it was asked");
+    }
+}
+
+#[test]
+fn sessions_that_generate_together_choose_what_each_chooses_alone() {
+    let Some([_, device]) = pair("sessions that generate together", Numerics::Reference) else { return };
+    let text = texts(device.model()).swap_remove(0);
+    // prompts apart, so that the sessions meet where each has one new token
+    let started = |i: usize| fed(&device, &text[i * 10..i * 10 + 100 + 7 * i]);
+    let run = |i: usize, options: &SamplerOptions, mut session: Session| {
+        let mut sampler = Sampler::new(options.clone()).expect("a sampler");
+        let mut tokens = generated(&mut session, &mut sampler, 20);
+        // one in three looks at all logits, which come along then
+        for _ in 0..20 {
+            session.feed(&tokens[tokens.len() - 1..]).expect("it is fed");
+            if i % 3 == 0 {
+                assert!(subject::logits(&session).iter().all(|logit| logit.is_finite()));
+            }
+            tokens.extend(generated(&mut session, &mut sampler, 2));
+        }
+        let fork = session.fork().expect("a fork");
+        assert!(subject::logits(&fork) == subject::logits(&session), "a fork's logits");
+        (tokens, subject::logits(&fork).to_vec())
+    };
+    let settings = settings();
+    let alone: Vec<_> = settings.iter().enumerate().map(|(i, (_, options))| run(i, options, started(i))).collect();
+    let sessions: Vec<Session> = (0..settings.len()).map(started).collect();
+    let before = research::choices(&device);
+    let together: Vec<_> = std::thread::scope(|scope| {
+        let run = &run;
+        let all = settings.iter().zip(sessions).enumerate();
+        let threads: Vec<_> =
+            all.map(|(i, ((_, options), session))| scope.spawn(move || run(i, options, session))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("it ends")).collect()
+    });
+    let chosen = research::choices(&device) - before;
+    eprintln!("{chosen} tokens chosen on the device for {} sessions at once", settings.len());
+    assert!(chosen > 10 * settings.len() as u64, "{chosen} choices");
+    for ((name, _), (alone, together)) in settings.iter().zip(alone.iter().zip(&together)) {
+        assert_eq!(alone.0, together.0, "{name}");
+        assert!(alone.1 == together.1, "{name}: logits at the end");
+    }
 }
 
 /// Pitfalls 50, 51: around 2^16 tokens and 2^16 entries, and at the end of a million tokens.

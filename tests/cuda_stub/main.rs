@@ -17,7 +17,8 @@ use std::sync::Arc;
 
 use common::subject;
 use dsv4::backend::cuda::{SelfTestOptions, self_test};
-use dsv4::{DeviceChoice, Engine, EngineOptions, ErrorKind, Model, Result, Session, SessionOptions};
+use dsv4::{DeviceChoice, Engine, EngineOptions, ErrorKind, GenerateOptions, Model, Result};
+use dsv4::{Sampler, SamplerOptions, Session, SessionOptions};
 use libloading::Library;
 
 /// CUDA's numbers of the errors that are planted.
@@ -122,11 +123,18 @@ fn options() -> EngineOptions {
     EngineOptions { device, threads: 1, prefill_chunk: 256, cache_bytes: 16 << 20, ..EngineOptions::default() }
 }
 
-/// Two chunks of a prompt, long enough that entries are chosen, then steps of one token: plain, recorded and replayed.
+/// Two chunks of a prompt, long enough that entries are chosen, then steps of one token: plain, recorded and replayed; and
+/// tokens that the device chooses, whose logits are asked for at the end.
 fn use_it(engine: &Arc<Engine>) -> Result<()> {
     let mut session = Session::new(engine, SessionOptions::default())?;
     session.feed(&[5; 300])?;
-    (0..3).try_for_each(|_| session.feed(&[7]))
+    (0..3).try_for_each(|_| session.feed(&[7]))?;
+    let mut sampler = Sampler::new(SamplerOptions { seed: 1, top_k: 5, ..SamplerOptions::default() })?;
+    let options = GenerateOptions { max_tokens: Some(3), ignore_eos: true, ..GenerateOptions::default() };
+    session.generate(&mut sampler, options)?.try_for_each(|piece| piece.map(|_| ()))?;
+    // a refusal shows as their absence
+    let _ = session.logits();
+    Ok(())
 }
 
 /// Pitfall 67: memory is refused at every call of the driver, one after another.

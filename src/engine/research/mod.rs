@@ -281,3 +281,38 @@ pub fn batch(engine: &Arc<Engine>, prompts: &[&[u32]]) -> Result<Vec<Vec<f32>>> 
     let tokens: Vec<&[u32]> = tokens.iter().map(|t| &t[..]).collect();
     Ok(step(&tokens)?.chunks_exact(vocab).map(<[f32]>::to_vec).collect())
 }
+
+/// Computes each of `texts` but its last token, alone; then the last tokens of all in one step, half of them in front of
+/// `prompt`, which is a sequence of its own, and half behind it. The logits behind each text, and behind the prompt if it
+/// is not empty.
+pub fn beside(engine: &Arc<Engine>, texts: &[&[u32]], prompt: &[u32]) -> Result<Vec<Vec<f32>>> {
+    let mut caches = Vec::new();
+    for text in texts {
+        let (mut cache, tokens) = (engine.new_cache(0)?, text.split_last().map_or(&[][..], |(_, before)| before));
+        if !tokens.is_empty() {
+            let staged = cache.stage(tokens.len())?;
+            let mut segments = [Segment { cache: &cache, staged, tokens, logits: LogitRows::None }];
+            engine.run(&mut segments, &[], &mut |_| Ok(()))?;
+            let [Segment { staged, .. }] = segments;
+            cache.commit(staged);
+        }
+        caches.push((cache, text.split_last().map_or(&[][..], |_| &text[text.len() - 1..])));
+    }
+    let middle = texts.len() / 2;
+    if !prompt.is_empty() {
+        caches.insert(middle, (engine.new_cache(0)?, prompt));
+    }
+    let mut segments = Vec::new();
+    for (cache, tokens) in &mut caches {
+        let staged = cache.stage(tokens.len())?;
+        segments.push(Segment { cache, staged, tokens, logits: LogitRows::Last });
+    }
+    let logits = engine.run(&mut segments, &[], &mut |_| Ok(()))?.logits;
+    let mut rows: Vec<Vec<f32>> =
+        logits.chunks_exact(engine.model().config().vocab_size).map(<[f32]>::to_vec).collect();
+    if !prompt.is_empty() {
+        let row = rows.remove(middle);
+        rows.push(row);
+    }
+    Ok(rows)
+}

@@ -8,10 +8,11 @@ use crate::backend::cuda::memory::{Arena, Buffer, Plain};
 use crate::backend::cuda::ops::{
     self, Attention, AttentionPath, Compress, Compressor, Entries, ExpertFormat, Experts, Finish, Group, Grouping,
     HEAD_DIM, INDEX_DIM, Insert, Job, KEY_BYTES, MIX_FLOATS, Output, Pages, Product, Project, ROW_BYTES, STREAMS,
-    Scores, Sequence, TopK, Weight,
+    Sample, Scores, Sequence, TopK, Weight,
 };
 use crate::backend::cuda::stream::{Event, Stream};
 use crate::error::Result;
+use crate::sampler::{Sampler, SamplerOptions};
 use crate::tensor::format::bf16_bits;
 
 const D: usize = 4096;
@@ -60,7 +61,7 @@ const RANDOM_ROWS: usize = 1700 * 64 * ROW_BYTES;
 /// As opening the device; `OutOfMemory` below some 12 GB of free device memory.
 pub fn timings(device: u32, only: Option<&str>, seen: &mut dyn FnMut(&Timing)) -> Result<()> {
     type Run = fn(&mut Bench<'_>) -> Result<()>;
-    let groups: [(&str, Run); 7] = [
+    let groups: [(&str, Run); 8] = [
         ("linear", linear),
         ("experts", experts),
         ("hyper", hyper),
@@ -68,6 +69,7 @@ pub fn timings(device: u32, only: Option<&str>, seen: &mut dyn FnMut(&Timing)) -
         ("compress", compress),
         ("indexer", indexer),
         ("attend", attend),
+        ("sample", sample),
     ];
     let gpu = Gpu::open(device)?;
     for (name, run) in groups {
@@ -565,4 +567,37 @@ fn attend_case(
         ops::attend(stream, &a)
     })?;
     b.restart()
+}
+
+/// Choices among logits as of a text: many that hardly count, a few that do.
+fn sample(b: &mut Bench<'_>) -> Result<()> {
+    let (vocab, plain) = (129_280, SamplerOptions::default());
+    let settings = [
+        ("greedy", SamplerOptions::greedy()),
+        ("plain", plain.clone()),
+        ("top-p 0.95", SamplerOptions { top_p: 0.95, ..plain.clone() }),
+        ("top-k 40, top-p 0.95", SamplerOptions { top_k: 40, top_p: 0.95, temperature: 0.7, ..plain }),
+    ];
+    for (name, options) in settings {
+        for rows in [1, 64] {
+            let mut values = vec![0.0f32; rows * vocab];
+            let mut state = 1u64;
+            for value in &mut values {
+                for _ in 0..4 {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    *value += 3.0 * ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0);
+                }
+                *value += if state >> 33 < 1 << 19 { 12.0 } else { 0.0 };
+            }
+            let logits = b.put(&values)?;
+            let Some(draw) = Sampler::new(options.clone())?.draw(vocab) else { continue };
+            let draws = (0..rows).map(|row| ops::draw_words(&draw, row, 0)).collect::<Result<Vec<_>>>()?;
+            let (draws, edits, tokens) = (b.put(&draws)?, b.put(&[[0; 4]])?, b.out(rows)?);
+            b.time(format!("sample {name}, {rows} x {vocab}"), (4 * rows * vocab) as f64, 0.0, 10, |stream, _| {
+                ops::sample(stream, &Sample { logits: &logits, vocab, draws: &draws, edits: &edits, tokens: &tokens })
+            })?;
+            b.restart()?;
+        }
+    }
+    Ok(())
 }
