@@ -168,7 +168,8 @@ fn a_decoding_row_has_its_logits_alone_beside_a_prompt_and_among_eighty() {
     let alone: Vec<Vec<f32>> = decoding.iter().map(|text| beside(&[text], &[]).swap_remove(0)).collect();
     let prompt_alone = beside(&[], prompt).swap_remove(0);
     let check = |what: &str, got: &[Vec<f32>], want: &[Vec<f32>]| {
-        let different = |(a, b): (&Vec<f32>, &Vec<f32>)| a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        let different =
+            |(a, b): (&Vec<f32>, &Vec<f32>)| a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
         let count: usize = got.iter().zip(want).map(different).sum();
         eprintln!("{count} of {} logits of decoding rows differ {what}", got.iter().map(Vec::len).sum::<usize>());
         assert_eq!((count, got.len()), (0, want.len()), "{what}");
@@ -202,7 +203,10 @@ fn settings() -> Vec<(&'static str, SamplerOptions)> {
         ("penalties", penalties.clone()),
         ("greedy with penalties", SamplerOptions { greedy: true, ..penalties.clone() }),
         ("bias", SamplerOptions { logit_bias: bias.clone(), ..plain }),
-        ("all", SamplerOptions { temperature: 1.3, top_k: 50, top_p: 0.95, min_p: 0.01, logit_bias: bias, ..penalties }),
+        (
+            "all",
+            SamplerOptions { temperature: 1.3, top_k: 50, top_p: 0.95, min_p: 0.01, logit_bias: bias, ..penalties },
+        ),
     ]
 }
 
@@ -246,7 +250,11 @@ fn tokens_chosen_on_the_device_are_those_that_the_host_chooses_from_the_same_log
         // the last token is in neither session; nobody had asked for these logits
         assert!(subject::logits(&session) == subject::logits(&host), "{name}: logits that stayed on the device");
         generated(&mut session, &mut Sampler::new(SamplerOptions::greedy()).expect("a sampler"), 2);
-        assert_eq!(research::choices(&device) - before, chosen, "the host chooses what it feeds, and once it was asked");
+        assert_eq!(
+            research::choices(&device) - before,
+            chosen,
+            "the host chooses what it feeds, and once it was asked"
+        );
     }
 }
 

@@ -90,12 +90,7 @@ impl Engine {
     ///
     /// # Panics
     /// With a panic of the step, if it was over these tokens alone; the cache is then as before.
-    pub(crate) fn step(
-        &self,
-        cache: &mut Home<SequenceCache>,
-        work: Work<'_>,
-        terms: &Terms,
-    ) -> Result<Done> {
+    pub(crate) fn step(&self, cache: &mut Home<SequenceCache>, work: Work<'_>, terms: &Terms) -> Result<Done> {
         let Work { tokens, logits, draw } = work;
         let tokens = alloc::copied("tokens of a step", tokens)?;
         let demand = Demand {

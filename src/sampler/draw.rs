@@ -139,7 +139,7 @@ mod tests {
         order.retain(|id| weight(id) >= draw.min_weight);
         order.sort_unstable();
         let sum: u64 = order.iter().map(weight).sum();
-        let mut left = (u128::from(draw.random) * u128::from(sum) >> 64) as u64;
+        let mut left = ((u128::from(draw.random) * u128::from(sum)) >> 64) as u64;
         *order
             .iter()
             .find(|id| {
@@ -155,7 +155,8 @@ mod tests {
         let vocab = 700;
         let noise = |i: u64| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f32 / (1 << 24) as f32;
         let plain = SamplerOptions { seed: 7, ..SamplerOptions::default() };
-        let penal = SamplerOptions { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: 0.1, ..plain.clone() };
+        let penal =
+            SamplerOptions { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: 0.1, ..plain.clone() };
         let biased = SamplerOptions { logit_bias: vec![(650, 4.0), (3, f32::NEG_INFINITY), (5, 1.5)], ..penal.clone() };
         let cut = SamplerOptions { top_k: 40, top_p: 0.9, min_p: 0.01, temperature: 1.7, ..biased.clone() };
         let all = [

@@ -29,7 +29,10 @@
 //! * **Graphs.** A step of one token a sequence is captured per number of sequences and bound of the context (a power of
 //!   two of blocks). Grids depend on these alone, and kernels read all lengths from device memory.
 //! * **Order of sums** is fixed by dimensions and key counts, never by batch or chunk: `kernels/product.cuh` says how
-//!   products do it. Only attention has two orders, one for decode (`Split`) and one for prefill (`Whole`).
+//!   products do it. Only attention has two orders, one for decode (`Split`) and one for prefill (`Whole`); a sequence's
+//!   number of new rows says which, so a mixed step has launches of both.
+//! * **Choices.** Rows of sequences that generate get a token instead of logits, behind the step's flag and outside the
+//!   graph; their final hidden states go to the host with it, for logits that are asked for later.
 
 mod check;
 pub(crate) mod device;

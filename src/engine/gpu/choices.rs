@@ -77,7 +77,12 @@ impl Choices {
 
 /// Chooses from the logits of the wanted rows `part` and hands what the host wants to `stepped`: tokens and hidden states
 /// of rows that are drawn from, logits of others. Waits for the stream.
-pub(super) fn deliver(run: &mut Run<'_>, logits: &Buffer<f32>, part: Range<usize>, stepped: &mut Stepped) -> Result<()> {
+pub(super) fn deliver(
+    run: &mut Run<'_>,
+    logits: &Buffer<f32>,
+    part: Range<usize>,
+    stepped: &mut Stepped,
+) -> Result<()> {
     let (config, scratch, stream, choices) = (run.config, run.scratch, run.stream, run.choices);
     let (d, vocab) = (config.hidden_size, config.vocab_size);
     let draws = choices.within(&part);
@@ -115,12 +120,7 @@ pub(super) fn deliver(run: &mut Run<'_>, logits: &Buffer<f32>, part: Range<usize
 }
 
 /// Appends the values of a buffer, through pinned memory if they fit.
-fn append<T: Plain + Default>(
-    stream: &Stream,
-    from: &Buffer<T>,
-    pinned: &mut Pinned,
-    to: &mut Vec<T>,
-) -> Result<()> {
+fn append<T: Plain + Default>(stream: &Stream, from: &Buffer<T>, pinned: &mut Pinned, to: &mut Vec<T>) -> Result<()> {
     alloc::reserve("values from the device", to, from.len())?;
     if from.bytes() <= pinned.len() {
         stream.read_later(from, pinned)?;
@@ -156,9 +156,9 @@ mod tests {
     fn rows_without_a_draw_lie_between_those_with_one() {
         let c = choices(&[0, 3, 4, 9]);
         assert_eq!(c.others(&(0..12)), [1..3, 5..9, 10..12]);
-        assert_eq!(c.others(&(4..10)), [5..9]);
+        assert_eq!(c.others(&(4..12)), [5..9, 10..12]);
         assert_eq!((c.within(&(3..9)), c.within(&(10..12))), (1..3, 4..4));
-        assert_eq!(choices(&[]).others(&(0..3)), [0..3]);
+        assert_eq!(choices(&[1]).others(&(0..3)), [0..1, 2..3]);
         assert!(choices(&[0, 1]).others(&(0..2)).is_empty() && choices(&[]).others(&(0..0)).is_empty());
     }
 }

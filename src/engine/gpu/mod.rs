@@ -32,8 +32,8 @@ use crate::model::{Model, Rounding};
 use crate::sampler::Draw;
 use crate::tensor::format::bf16_value;
 
-use self::plan::Plan;
 use self::choices::{Choices, deliver};
+use self::plan::Plan;
 use self::scratch::{LOGIT_ROWS, Scratch, Size};
 use self::step::{PageBuffer, Run, Side};
 use self::tables::{PagesKey, Tables};

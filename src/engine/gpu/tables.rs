@@ -180,7 +180,8 @@ impl Tables {
         let launches = launches(segments.iter().map(|s| s.tokens.len()), invariant);
         let flat = sequences.iter().flat_map(|s: &Sequence| {
             let row = s.first_row as usize;
-            let launch = launches.iter().find(|launch| launch.rows.contains(&row)).map_or(0, |launch| launch.rows.start);
+            let launch =
+                launches.iter().find(|launch| launch.rows.contains(&row)).map_or(0, |launch| launch.rows.start);
             [s.start, s.first_row - launch as u32, s.rows, s.unused]
         });
         let within_launches = w.table(4 * sequences.len(), flat)?;
@@ -472,7 +473,10 @@ mod tests {
         assert_eq!(of(&[1; 64], false), [launch(0..64, true)]);
         assert_eq!(of(&[1; 80], false), [launch(0..64, true), launch(64..80, true)]);
         assert_eq!(of(&[1, 8, 9, 500], false), [launch(0..9, true), launch(9..518, false)]);
-        assert_eq!(of(&[500, 1, 500], false), [launch(0..500, false), launch(500..501, true), launch(501..1001, false)]);
+        assert_eq!(
+            of(&[500, 1, 500], false),
+            [launch(0..500, false), launch(500..501, true), launch(501..1001, false)]
+        );
         assert_eq!(of(&[60, 3, 2], true), [launch(0..63, true), launch(63..65, true)], "whole sequences");
     }
 }

@@ -86,7 +86,8 @@ pub(super) fn top_logits(lab: &mut Lab<'_>) -> Result<()> {
             let (ids, values) = (lab.output(rows.len() * k)?, lab.output(rows.len() * k)?);
             ops::top_logits(&lab.stream, &logits, vocab, k, &ids, &values)?;
             let (got_ids, got) = (lab.get(&ids)?, lab.get(&values)?);
-            let got: Vec<f32> = got.into_iter().zip(&got_ids).filter(|&(_, &id)| id != u32::MAX).map(|(v, _)| v).collect();
+            let got: Vec<f32> =
+                got.into_iter().zip(&got_ids).filter(|&(_, &id)| id != u32::MAX).map(|(v, _)| v).collect();
             let wrong = different(&got_ids, &want_ids) + different_bits(&got, &want);
             lab.report("top_logits", format!("{k} of {vocab}, {} rows", rows.len()), wrong, 0.0);
         }
