@@ -177,7 +177,11 @@ fn a_decoding_row_has_its_logits_alone_beside_a_prompt_and_among_eighty() {
     check("among eighty", &beside(&decoding, &[]), &alone);
     for count in [1, 2, 9, 80] {
         let mut got = beside(&decoding[..count], prompt);
-        check(&format!("beside {count}: the prompt's own"), &[got.pop().expect("a row")], &[prompt_alone.clone()]);
+        check(
+            &format!("beside {count}: the prompt's own"),
+            &[got.pop().expect("a row")],
+            std::slice::from_ref(&prompt_alone),
+        );
         check(&format!("beside a prompt, {count} of them"), &got, &alone[..count]);
     }
 }
@@ -270,7 +274,7 @@ fn sessions_that_generate_together_choose_what_each_chooses_alone() {
         // one in three looks at all logits, which come along then
         for _ in 0..20 {
             session.feed(&tokens[tokens.len() - 1..]).expect("it is fed");
-            if i % 3 == 0 {
+            if i.is_multiple_of(3) {
                 assert!(subject::logits(&session).iter().all(|logit| logit.is_finite()));
             }
             tokens.extend(generated(&mut session, &mut sampler, 2));

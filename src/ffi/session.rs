@@ -203,8 +203,8 @@ pub unsafe extern "C" fn dsv4_session_feed_all(
 /// Logits behind the last token, before softmax, in place: `*logits` points to `*n` float32, one per token id, valid
 /// until the next call with this session that is not a question (`get_info`, `logits`, `tokens`).
 ///
-/// In a generation on a GPU the device chooses the tokens and keeps the logits: the first question computes them again,
-/// bit for bit, and from then on they come with each token.
+/// In a generation on a GPU the device chooses the tokens and keeps the logits: asking computes them again, bit for bit,
+/// and the next token's come along.
 ///
 /// Errors: `INVALID_ARGUMENT` if there are none: before the first token, and after a `feed` that stopped half-way; those of
 /// a device that computes them.

@@ -57,7 +57,7 @@ impl Logits {
         self.values.get().map_or(&[], Vec::as_slice)
     }
 
-    /// A copy of the values, which does not count as asking for them.
+    /// A copy of the values, of which none is kept.
     ///
     /// # Errors
     /// Those of [`Self::get`].
@@ -78,11 +78,6 @@ impl Logits {
             None => OnceCell::new(),
         };
         Ok(Self { values, hidden: alloc::copied("a hidden state", &self.hidden)?, choice: None })
-    }
-
-    /// Whether somebody asked for values that a device had chosen from.
-    pub(super) fn were_asked_for(&self) -> bool {
-        !self.hidden.is_empty() && self.values.get().is_some()
     }
 
     /// Whether a device chose from them.
@@ -108,16 +103,16 @@ mod tests {
         later.count_draw();
         let [draw, other] = [&sampler, &later].map(|sampler| sampler.draw(100).unwrap());
         let logits = Logits::from(Chosen { draw: draw.clone(), token: Some(17), hidden: vec![1, 2] });
-        assert!(!logits.is_empty() && !logits.were_asked_for());
+        assert!(!logits.is_empty() && logits.has_choice());
         assert_eq!(logits.choice(Some(&draw)), Some(17));
         assert_eq!([logits.choice(Some(&other)), logits.choice(None)], [None, None]);
         assert_eq!(logits.copy().unwrap().choice(Some(&draw)), None);
     }
 
     #[test]
-    fn values_on_the_host_are_what_they_are_and_nothing_was_asked_for() {
+    fn values_on_the_host_are_what_they_are_and_nothing_was_chosen() {
         let logits = Logits::from(vec![1.0, 2.0]);
-        assert!(!logits.is_empty() && !logits.were_asked_for());
+        assert!(!logits.is_empty() && !logits.has_choice());
         assert_eq!(logits.copy().unwrap().on_host(), [1.0, 2.0]);
         assert!(Logits::default().is_empty() && Logits::default().copy().unwrap().is_empty());
     }

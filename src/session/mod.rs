@@ -11,6 +11,7 @@ mod stop;
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::TokenId;
@@ -101,6 +102,8 @@ pub struct Session {
     tokens: Vec<TokenId>,
     /// Logits behind the last token; empty before the first.
     logits: Logits,
+    /// Whether the caller looked at logits since the last token that was fed for a sampler.
+    asked: AtomicBool,
     /// Keys of the full blocks that other prompts can find, in order; the last block may still be missing.
     keys: Vec<PrefixKey>,
     /// A checkpoint that other prompts shall find when its block is among them.
@@ -134,6 +137,7 @@ impl Session {
             context,
             tokens: Vec::new(),
             logits: Logits::default(),
+            asked: AtomicBool::new(false),
             keys: Vec::new(),
             unsettled: None,
             mark: None,
@@ -171,9 +175,9 @@ impl Session {
     }
 
     /// As [`Session::feed`] of one token whose successor `sampler` is about to choose: where the engine's device can do
-    /// that, the logits stay there, and [`Session::choose`] finds the choice. Not after somebody asked for such logits.
+    /// that, the logits stay there, and [`Session::choose`] finds the choice. Not if the caller looked at the last ones.
     pub(crate) fn feed_for(&mut self, token: TokenId, sampler: &Sampler) -> Result<()> {
-        let chooses = self.engine.chooses() && !self.logits.were_asked_for();
+        let chooses = self.engine.chooses() && !self.asked.swap(false, Ordering::Relaxed);
         let draw = if chooses { sampler.draw(self.engine.model().config().vocab_size) } else { None };
         self.run(&[token], LogitRows::Last, draw, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
     }
@@ -189,10 +193,10 @@ impl Session {
             sampler.count_draw();
             return Ok(token);
         }
-        let Some(logits) = self.try_logits()? else {
+        if !self.has_logits() {
             bail!(InvalidArgument, "the session has no logits");
-        };
-        sampler.sample(logits)
+        }
+        sampler.sample(self.logits.get(&self.engine)?)
     }
 
     fn run(
@@ -304,7 +308,7 @@ impl Session {
     /// stopped half-way (feed on to get them).
     ///
     /// In a generation on a GPU the device chooses the tokens, and logits that nobody asks for do not leave it. Asking
-    /// gives those that were chosen from, computed again, and the next ones come along; `None` if the device cannot any
+    /// gives those that were chosen from, computed again, and the next token's come along; `None` if the device cannot any
     /// more, which the next call on the session explains.
     pub fn logits(&self) -> Option<&[f32]> {
         self.try_logits().ok().flatten()
@@ -312,6 +316,7 @@ impl Session {
 
     /// The same with the reason if the device cannot give them.
     pub(crate) fn try_logits(&self) -> Result<Option<&[f32]>> {
+        self.asked.store(true, Ordering::Relaxed);
         let logits = self.logits.get(&self.engine)?;
         Ok(if logits.is_empty() { None } else { Some(logits) })
     }
@@ -375,6 +380,7 @@ impl Session {
             context: self.context,
             tokens: alloc::copied("session tokens", &self.tokens)?,
             logits: self.logits.copy()?,
+            asked: AtomicBool::new(false),
             keys: alloc::copied("session blocks", &self.keys)?,
             unsettled: self.unsettled.clone(),
             mark: self.mark.clone(),
