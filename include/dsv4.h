@@ -879,7 +879,11 @@ dsv4_status dsv4_session_feed_all(dsv4_session *session,
 // Logits behind the last token, before softmax, in place: `*logits` points to `*n` float32, one per token id, valid
 // until the next call with this session that is not a question (`get_info`, `logits`, `tokens`).
 //
-// Errors: `INVALID_ARGUMENT` if there are none: before the first token, and after a `feed` that stopped half-way.
+// In a generation on a GPU the device chooses the tokens and keeps the logits: asking computes them again, bit for bit,
+// and the next token's come along.
+//
+// Errors: `INVALID_ARGUMENT` if there are none: before the first token, and after a `feed` that stopped half-way; those of
+// a device that computes them.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_logits(dsv4_session *session,
                                 const float **logits,
