@@ -23,7 +23,9 @@ use crate::TokenId;
 use crate::alloc;
 use crate::error::{Result, bail};
 
-pub(crate) use draw::{Draw, Edit};
+pub(crate) use draw::Draw;
+#[cfg(feature = "cuda")]
+pub(crate) use draw::Edit;
 use nucleus::Cut;
 pub use options::SamplerOptions;
 use penalties::Penalties;
