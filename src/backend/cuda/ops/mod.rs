@@ -10,6 +10,7 @@ mod indexer;
 mod linear;
 mod moe;
 mod norm;
+pub(crate) mod unfused;
 mod wide;
 
 pub(crate) use attention::{
