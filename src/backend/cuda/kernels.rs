@@ -154,6 +154,7 @@ mod tests {
             "linear",
             "moe",
             "norm",
+            "unfused",
             "wide",
         ];
         for file in files {

@@ -1,6 +1,6 @@
 //! How fast the fused operations are beside the same work in separate kernels, whose bits are the same; replays take turns.
 
-use super::timing::{Bench, HEADS, Queries, Table, Timing, turns};
+use super::timing::{Bench, HEADS, Queries, Table, turns};
 use crate::backend::cuda::ops::{self, Compress, Compressor, HEAD_DIM, Insert, ROW_BYTES, Sequence};
 use crate::backend::cuda::stream::Stream;
 use crate::error::Result;
@@ -19,9 +19,8 @@ pub(super) fn insert(b: &mut Bench<'_>) -> Result<()> {
         let fused = |stream: &Stream, i: usize| ops::insert(stream, &args(i));
         let apart = |stream: &Stream, i: usize| ops::unfused::insert(stream, &args(i));
         let bytes = (tokens * (HEADS * HEAD_DIM * 4 + HEAD_DIM * 2 + ROW_BYTES)) as f64;
-        let [micros, apart] = b.medians(n, [&fused, &apart])?;
-        let op = format!("insert (F3), {tokens} tokens");
-        b.tell(Timing { op, micros, bytes, flops: 0.0, apart: Some(apart) });
+        let times = b.medians(n, [&fused, &apart])?;
+        b.compare(format!("insert (F3), {tokens} tokens"), bytes, times);
     }
     Ok(())
 }
@@ -74,9 +73,8 @@ fn compress_case(b: &mut Bench<'_>, kind: Compressor, sequences: usize, per: usi
     };
     let fused = |stream: &Stream, i: usize| ops::compress(stream, &args(i));
     let apart = |stream: &Stream, i: usize| ops::unfused::compress(stream, &args(i), &chosen, &pooled);
-    let [micros, apart] = b.medians(n, [&fused, &apart])?;
-    let op = format!("compress {kind:?} (F1), {windows} windows of {sequences} sequences");
-    b.tell(Timing { op, micros, bytes: moved as f64, flops: 0.0, apart: Some(apart) });
+    let times = b.medians(n, [&fused, &apart])?;
+    b.compare(format!("compress {kind:?} (F1), {windows} windows of {sequences} sequences"), moved as f64, times);
     Ok(())
 }
 
@@ -94,16 +92,9 @@ pub(super) fn output(b: &mut Bench<'_>) -> Result<()> {
             ops::unfused::round_output(stream, &a.out, &a.turns, HEADS)
         };
         let [fused, plain, apart] = b.medians(a.calls(), [&fused, &plain, &apart])?;
-        let timing = |op: String, micros: f64, apart: f64, bytes: f64| Timing {
-            op,
-            micros,
-            bytes,
-            flops: 0.0,
-            apart: Some(apart),
-        };
-        b.tell(timing(format!("attend and F2, {rows} tokens"), fused, apart, a.bytes()));
-        let added = (a.out.len() * 4) as f64;
-        b.tell(timing(format!("F2 without attention, {rows} tokens"), fused - plain, apart - plain, added));
+        b.compare(format!("attend and F2, {rows} tokens"), a.bytes(), [fused, apart]);
+        let alone = [fused - plain, apart - plain];
+        b.compare(format!("F2 without attention, {rows} tokens"), (a.out.len() * 4) as f64, alone);
         b.restart()?;
     }
     Ok(())

@@ -188,12 +188,13 @@ impl<'a> Bench<'a> {
         call: impl Fn(&Stream, usize) -> Result<()>,
     ) -> Result<()> {
         let [micros] = self.medians(calls, [&call])?;
-        self.tell(Timing { op, micros, bytes, flops, apart: None });
+        (self.seen)(&Timing { op, micros, bytes, flops, apart: None });
         Ok(())
     }
 
-    pub(super) fn tell(&mut self, timing: Timing) {
-        (self.seen)(&timing);
+    /// Reports a fused operation, `[itself, in separate kernels]`.
+    pub(super) fn compare(&mut self, op: String, bytes: f64, [micros, apart]: [f64; 2]) {
+        (self.seen)(&Timing { op, micros, bytes, flops: 0.0, apart: Some(apart) });
     }
 
     /// The same for several ways to do something, whose replays take turns.
