@@ -1,10 +1,10 @@
 """The three fusions as torch.compile makes them: the yardstick beside `dsv4 selftest --speed --only fusion`.
 
-Needs torch and an NVIDIA GPU, nothing else. V4-Flash's shapes; the mathematics is that of DeepSeek-V4's attention, with
-the inputs, states and outputs of dsv4's kernels, except that codes, rotary values and scales of a cache row lie in three
-tensors, which spares torch copies. Each shape is compiled for itself, its calls over rotating inputs are captured in one
-graph, and the median of nine replays counts. Functions are compiled side by side, in processes of their own, then timed
-in turn.
+Needs torch and an NVIDIA GPU, nothing else. V4-Flash's shapes; the mathematics is that of DeepSeek-V4's attention,
+with the inputs, states and outputs of dsv4's kernels, except that codes, rotary values and scales of a cache row lie
+in three tensors, which spares torch copies. Each shape is compiled for itself, its calls over rotating inputs are
+captured in one graph, and the median of nine replays counts. Functions are compiled side by side, in processes of
+their own, then timed in turn.
 
     python3 benches/gpu/fusions.py            times, a line a shape
     python3 benches/gpu/fusions.py --eager    the same uncompiled
