@@ -8,6 +8,7 @@ their own, then timed in turn.
 
     python3 benches/gpu/fusions.py            times, a line a shape
     python3 benches/gpu/fusions.py --eager    the same uncompiled
+    python3 benches/gpu/fusions.py --wait     wait for a line on standard input between compiling and timing
     python3 benches/gpu/fusions.py --check    compiled against uncompiled on the CPU, on few rows
 """
 
@@ -270,6 +271,8 @@ def main():
         pipes.append(mine)
     for pipe in pipes:
         pipe.recv()
+    if "--wait" in sys.argv:
+        sys.stdin.readline()
     for pipe in pipes:
         pipe.send(None)
         pipe.recv()
