@@ -200,7 +200,8 @@ GROUPS = [
 
 def capture(function, inputs):
     """A graph of calls over rotating inputs, and their number; `function` is compiled by its first call."""
-    first = [x.cuda() for x in inputs()]
+    with torch.device("cuda"):
+        first = inputs()
     size = sum(x.numel() * x.element_size() for x in first)
     sets = [first] + [[x.clone() for x in first] for _ in range(min(64, max(2, -(-6 * L2_BYTES // size))) - 1)]
     side = torch.cuda.Stream()
