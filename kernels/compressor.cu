@@ -1,29 +1,6 @@
-// Compressors: token rows pooled to entries, then norm, rotation, quantisation and storing in the pages, in one launch
-// (src/backend/cpu/compressor.rs, src/model/deepseek_v4/attention.rs).
-//
-// compress4: entry j pools the first-half channels of tokens 4j-4.. and the second-half ones of 4j..; a token before the
-// step comes from the state. A block takes a token that completes an entry; others return at once. Blocks y = 1..4 write
-// slot y-1 of the new state. compress128: a running (max, sum, accumulator) per channel; a block takes the last token of
-// a group within the step. 128 threads, DIM / 128 neighbouring channels each. The new state goes to pages of its own,
-// never over the old one, which other blocks still read. Portable.
-#include "rows.cuh"
-
-struct CompressParams {
-  const float* u;             // [rows, width] values; width is 2 DIM for ratio 4, DIM for ratio 128
-  const float* g;             // [rows, width] gates
-  const float* ape;           // [ratio, width] added to the gates
-  const float* weight;        // [DIM] of the norm
-  const float2* turns;        // [rows, 32] of the position of the entry that a row completes
-  const u32* sequence;        // [rows]
-  const Sequence* sequences;  // [sequences]
-  Pages entries;              // where entry j goes
-  Pages state;                // before the step
-  Pages fresh;                // after it
-  u32 count;                  // sequences
-  float eps;
-};
-
-constexpr int THREADS = 128;
+// Compressors: token rows pooled to entries (compressor.cuh), then norm, rotation, quantisation and storing in the pages, in
+// one launch (src/model/deepseek_v4/attention.rs). Portable.
+#include "compressor.cuh"
 
 // Norm, rotation and storing of an entry whose channels the threads hold, CH each.
 template <int DIM>
@@ -64,191 +41,28 @@ __device__ __forceinline__ void finish(const CompressParams& p, float (&v)[DIM /
   }
 }
 
-// A compressor's state runs over the pages of its bucket in order; their addresses are looked up once a block.
-template <u32 PAGE_BYTES, u32 FLOATS>
-struct State {
-  static constexpr u32 PER_PAGE = PAGE_BYTES / 4, PAGES = (FLOATS + PER_PAGE - 1) / PER_PAGE;
-  u8* pages[PAGES];
-
-  __device__ __forceinline__ void open(const Pages& table, u32 sequence) {
-    if (threadIdx.x < PAGES) pages[threadIdx.x] = table.page(sequence, threadIdx.x);
-  }
-  __device__ __forceinline__ float& operator[](u32 i) const {
-    return reinterpret_cast<float*>(pages[i / PER_PAGE])[i % PER_PAGE];
+// The finish of a compressor whose entries are stored `PER_PAGE` a page.
+template <int DIM, u32 PER_PAGE>
+struct Store {
+  const CompressParams& p;
+  __device__ __forceinline__ void operator()(u32 row, u32 sequence, u32 entry, float (&v)[DIM / THREADS]) const {
+    constexpr u32 BYTES = DIM == HEAD_DIM ? ROW_BYTES : KEY_BYTES;
+    finish<DIM>(p, v, p.turns + u64(row) * (ROPE_DIM / 2), p.entries.row(sequence, entry, PER_PAGE, BYTES));
   }
 };
-
-// State of ratio 4, in this order: first halves of the previous group (u, g), both halves of the current one (u, g).
-template <int DIM>
-struct State4 {
-  static __device__ __forceinline__ u32 previous(u32 gate, u32 slot, u32 c) { return (gate * 4 + slot) * DIM + c; }
-  static __device__ __forceinline__ u32 current(u32 gate, u32 slot, u32 c) {
-    return 8 * DIM + (gate * 4 + slot) * 2 * DIM + c;
-  }
-};
-
-template <int DIM>
-__device__ __forceinline__ void compress4(const CompressParams& p) {
-  constexpr int CH = DIM / THREADS, WIDTH = 2 * DIM;
-  const u32 first_channel = threadIdx.x * CH;
-  constexpr u32 PAGE_BYTES = PAGE_ROWS * (DIM == HEAD_DIM ? ROW_BYTES : KEY_BYTES);
-  __shared__ State<PAGE_BYTES, 24 * DIM> state, fresh;
-  // value and gate of column c of the token at position q, which is in the step
-  auto take = [&](const Sequence& s, u32 q, u32 c, float& u, float& g) {
-    const u64 at = u64(s.first_row + q - s.start) * WIDTH + c;
-    u = p.u[at];
-    g = p.g[at] + p.ape[q % 4 * WIDTH + c];
-  };
-
-  if (blockIdx.y > 0) {  // slot of the new state
-    const u32 index = blockIdx.x, slot = blockIdx.y - 1;
-    if (index >= p.count) return;
-    state.open(p.state, index);
-    fresh.open(p.fresh, index);
-    const Sequence s = p.sequences[index];
-    __syncthreads();
-    const u32 end = s.start + s.rows;
-    const u32 back = (end + 3 - slot) % 4;  // tokens from the last one of this slot to the last one of all
-    const bool fresh_current = back < s.rows;
-    const bool moves = end / 4 > s.start / 4;
-    const u32 group = end / 4 * 4 - 4 + slot;  // its token in the last complete group
-#pragma unroll
-    for (int i = 0; i < CH; i++) {
-      const u32 c = first_channel + i;
-      float u, g;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 at = half * DIM + c;
-        if (fresh_current) {
-          take(s, end - 1 - back, at, u, g);
-        } else {
-          u = state[State4<DIM>::current(0, slot, at)];
-          g = state[State4<DIM>::current(1, slot, at)];
-        }
-        fresh[State4<DIM>::current(0, slot, at)] = u;
-        fresh[State4<DIM>::current(1, slot, at)] = g;
-      }
-      if (!moves) {
-        u = state[State4<DIM>::previous(0, slot, c)];
-        g = state[State4<DIM>::previous(1, slot, c)];
-      } else if (group >= s.start) {
-        take(s, group, c, u, g);
-      } else {
-        u = state[State4<DIM>::current(0, slot, c)];
-        g = state[State4<DIM>::current(1, slot, c)];
-      }
-      fresh[State4<DIM>::previous(0, slot, c)] = u;
-      fresh[State4<DIM>::previous(1, slot, c)] = g;
-    }
-    return;
-  }
-
-  const u32 row = blockIdx.x, index = p.sequence[row];
-  const Sequence s = p.sequences[index];
-  const u32 position = s.start + row - s.first_row;
-  if (position % 4 != 3) return;
-  state.open(p.state, index);
-  __syncthreads();
-  const u32 entry = position / 4, before = s.start / 4;
-  float pooled[CH];
-#pragma unroll
-  for (int i = 0; i < CH; i++) {
-    const u32 c = first_channel + i;
-    float u[8], g[8];
-#pragma unroll
-    for (u32 slot = 0; slot < 4; slot++) {
-      const u32 q = entry * 4 - 4 + slot;  // wraps for entry 0, which takes the initial state
-      if (entry > before && q >= s.start) {
-        take(s, q, c, u[slot], g[slot]);
-      } else if (entry > before) {
-        u[slot] = state[State4<DIM>::current(0, slot, c)];
-        g[slot] = state[State4<DIM>::current(1, slot, c)];
-      } else {
-        u[slot] = state[State4<DIM>::previous(0, slot, c)];
-        g[slot] = state[State4<DIM>::previous(1, slot, c)];
-      }
-      if (entry * 4 + slot >= s.start) {
-        take(s, entry * 4 + slot, DIM + c, u[4 + slot], g[4 + slot]);
-      } else {
-        u[4 + slot] = state[State4<DIM>::current(0, slot, DIM + c)];
-        g[4 + slot] = state[State4<DIM>::current(1, slot, DIM + c)];
-      }
-    }
-    float top = minus_infinity(), sum = 0.0f, acc = 0.0f;
-#pragma unroll
-    for (int k = 0; k < 8; k++) top = g[k] > top ? g[k] : top;
-#pragma unroll
-    for (int k = 0; k < 8; k++) {
-      const float e = expf(g[k] - top);
-      sum += e;
-      acc += e * u[k];
-    }
-    pooled[i] = acc / sum;
-  }
-  constexpr u32 BYTES = DIM == HEAD_DIM ? ROW_BYTES : KEY_BYTES;
-  finish<DIM>(p, pooled, p.turns + u64(row) * (ROPE_DIM / 2), p.entries.row(index, entry, PAGE_ROWS, BYTES));
-}
 
 // grid (max(rows, sequences), 5)
 extern "C" __global__ void __launch_bounds__(THREADS, 4) compress4_main(const __grid_constant__ CompressParams p) {
   wait_for_inputs();
-  compress4<HEAD_DIM>(p);
+  compress4<HEAD_DIM>(p, Store<HEAD_DIM, PAGE_ROWS>{p});
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 4) compress4_index(const __grid_constant__ CompressParams p) {
   wait_for_inputs();
-  compress4<INDEX_DIM>(p);
+  compress4<INDEX_DIM>(p, Store<INDEX_DIM, PAGE_ROWS>{p});
 }
 
 // grid rows
 extern "C" __global__ void __launch_bounds__(THREADS, 4) compress128(const __grid_constant__ CompressParams p) {
   wait_for_inputs();
-  constexpr int DIM = HEAD_DIM, CH = DIM / THREADS, RATIO = 128;
-  const u32 row = blockIdx.x, index = p.sequence[row];
-  const Sequence s = p.sequences[index];
-  const u32 position = s.start + row - s.first_row;
-  const bool is_last = row + 1 == s.first_row + s.rows, completes = position % RATIO == RATIO - 1;
-  if (!is_last && !completes) return;
-  __shared__ State<NARROW_ROWS * ROW_BYTES, 3 * DIM> state, fresh;
-  state.open(p.state, index);
-  fresh.open(p.fresh, index);
-  __syncthreads();
-  const u32 c = threadIdx.x * CH;
-  float top[CH], sum[CH], acc[CH];
-  const u32 group = position / RATIO * RATIO;
-  const bool goes_on = group < s.start;
-#pragma unroll
-  for (int i = 0; i < CH; i++) {
-    top[i] = goes_on ? state[c + i] : minus_infinity();
-    sum[i] = goes_on ? state[DIM + c + i] : 0.0f;
-    acc[i] = goes_on ? state[2 * DIM + c + i] : 0.0f;
-  }
-#pragma unroll 4
-  for (u32 q = goes_on ? s.start : group; q <= position; q++) {
-    const u64 at = u64(s.first_row + q - s.start) * DIM + c;
-    const float4 u4 = *reinterpret_cast<const float4*>(p.u + at), g4 = *reinterpret_cast<const float4*>(p.g + at);
-    const float4 a4 = *reinterpret_cast<const float4*>(p.ape + q % RATIO * DIM + c);
-    const float u[4] = {u4.x, u4.y, u4.z, u4.w};
-    const float g[4] = {g4.x + a4.x, g4.y + a4.y, g4.z + a4.z, g4.w + a4.w};
-#pragma unroll
-    for (int i = 0; i < CH; i++) {
-      const bool rises = g[i] > top[i];
-      const float e = expf(rises ? top[i] - g[i] : g[i] - top[i]);
-      sum[i] = rises ? sum[i] * e + 1.0f : sum[i] + e;
-      acc[i] = rises ? acc[i] * e + u[i] : acc[i] + e * u[i];
-      top[i] = rises ? g[i] : top[i];
-    }
-  }
-  if (is_last) {
-#pragma unroll
-    for (int i = 0; i < CH; i++) {
-      fresh[c + i] = completes ? minus_infinity() : top[i];
-      fresh[DIM + c + i] = completes ? 0.0f : sum[i];
-      fresh[2 * DIM + c + i] = completes ? 0.0f : acc[i];
-    }
-  }
-  if (!completes) return;
-#pragma unroll
-  for (int i = 0; i < CH; i++) acc[i] = acc[i] / sum[i];
-  u8* to = p.entries.row(index, position / RATIO, NARROW_ROWS, ROW_BYTES);
-  finish<DIM>(p, acc, p.turns + u64(row) * (ROPE_DIM / 2), to);
+  compress128_rows(p, Store<HEAD_DIM, NARROW_ROWS>{p});
 }

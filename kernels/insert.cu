@@ -23,43 +23,16 @@ extern "C" __global__ void __launch_bounds__(256) insert(const __grid_constant__
   if (head > p.heads) return;
   const bool is_query = head < p.heads;
   u16* q = p.q + (row * p.heads + head) * HEAD_DIM;
-  const u16* from = is_query ? q : p.kv + row * HEAD_DIM;
   float v[2][8];
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    unpack8(reinterpret_cast<const uint4*>(from)[i * 32 + lane], v[i]);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float square = v[i][j] * v[i][j];
-      squares += is_query && p.stepwise ? round_bf16(square) : square;
-    }
-  }
-  const float mean = warp_sum(squares) / float(HEAD_DIM);
-  const float2* turns = p.turns + row * (ROPE_DIM / 2);
-  if (is_query) {
-    const float scale = p.stepwise ? round_bf16(1.0f / sqrtf(round_bf16(round_bf16(mean) + p.eps)))
-                                   : 1.0f / sqrtf(mean + p.eps);
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int j = 0; j < 8; j++) v[i][j] = round_bf16(v[i][j] * scale);
-    rotate_row(turns, v);
-#pragma unroll
-    for (int i = 0; i < 2; i++) reinterpret_cast<uint4*>(q)[i * 32 + lane] = pack8(v[i]);
+  load_row(is_query ? q : p.kv + row * HEAD_DIM, v);
+  norm_row(is_query ? nullptr : p.weight, p.eps, is_query && p.stepwise, v);
+  rotate_row(p.turns + row * (ROPE_DIM / 2), v);
+  if (!is_query) {
+    store_row(p.staged + row * ROW_BYTES, v);
     return;
   }
-  const float scale = 1.0f / sqrtf(mean + p.eps);
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const float4* w = reinterpret_cast<const float4*>(p.weight + i * 256 + lane * 8);
-    const float4 w0 = w[0], w1 = w[1];
-    const float weights[8] = {w0.x, w0.y, w0.z, w0.w, w1.x, w1.y, w1.z, w1.w};
-#pragma unroll
-    for (int j = 0; j < 8; j++) v[i][j] = round_bf16(v[i][j] * scale * weights[j]);
-  }
-  rotate_row(turns, v);
-  store_row(p.staged + row * ROW_BYTES, v);
+  for (int i = 0; i < 2; i++) reinterpret_cast<uint4*>(q)[i * 32 + lane] = pack8(v[i]);
 }
 
 struct CommitParams {

@@ -35,6 +35,40 @@ __device__ __forceinline__ void rotate_row(const float2* turns, float (&v)[2][8]
   for (int j = 0; j < 4; j++) rotate(turns[(lane - 24) * 4 + j], v[1][2 * j], v[1][2 * j + 1]);
 }
 
+// Loads a row of 512 bf16 values.
+__device__ __forceinline__ void load_row(const u16* row, float (&v)[2][8]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) unpack8(reinterpret_cast<const uint4*>(row)[i * 32 + threadIdx.x % 32], v[i]);
+}
+
+// Root-mean-square norm, rounded to bf16. `weight` may be null; `stepwise` rounds each step, as the official code does for
+// heads.
+__device__ __forceinline__ void norm_row(const float* weight, float eps, bool stepwise, float (&v)[2][8]) {
+  const int lane = threadIdx.x % 32;
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float square = v[i][j] * v[i][j];
+      squares += stepwise ? round_bf16(square) : square;
+    }
+  const float mean = warp_sum(squares) / float(HEAD_DIM);
+  const float scale = stepwise ? round_bf16(1.0f / sqrtf(round_bf16(round_bf16(mean) + eps))) : 1.0f / sqrtf(mean + eps);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float weights[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+    if (weight) {
+      const float4* w = reinterpret_cast<const float4*>(weight + i * 256 + lane * 8);
+      const float4 w0 = w[0], w1 = w[1];
+      weights[0] = w0.x, weights[1] = w0.y, weights[2] = w0.z, weights[3] = w0.w;
+      weights[4] = w1.x, weights[5] = w1.y, weights[6] = w1.z, weights[7] = w1.w;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[i][j] = round_bf16(v[i][j] * scale * weights[j]);
+  }
+}
+
 // Stores a row as 448 E4M3 codes, 64 bf16, 7 scales and a zero; `row` is 8-byte aligned.
 __device__ __forceinline__ void store_row(u8* row, const float (&v)[2][8]) {
   const int lane = threadIdx.x % 32;

@@ -155,6 +155,7 @@ mod tests {
             "moe",
             "norm",
             "sample",
+            "unfused",
             "wide",
         ];
         for file in files {

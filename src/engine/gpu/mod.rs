@@ -66,7 +66,9 @@ pub(super) struct GpuEngine {
 /// What one step at a time uses.
 struct Queue {
     stream: Stream,
-    side: Option<Side>,
+    side: Side,
+    /// For measurements: everything on the first stream.
+    one_stream: bool,
     scratch: Arena,
     /// Tables of the step: the small ones, then the page tables, which stay from step to step.
     words: Buffer<u32>,
@@ -77,8 +79,9 @@ struct Queue {
     host: [Pinned; 2],
 }
 
-/// Captured steps by rows, visible entries and rows of logits; `None` where a shape was seen once.
-type Graphs = HashMap<(usize, usize, usize), Option<Captured>>;
+/// Captured steps by rows, visible entries, rows of logits and whether there are two streams; `None` where a shape was
+/// seen once.
+type Graphs = HashMap<(usize, usize, usize, bool), Option<Captured>>;
 
 /// A captured step.
 struct Captured {
@@ -139,7 +142,7 @@ impl GpuEngine {
         let logits = HOST_ROWS * config.vocab_size * size_of::<f32>();
         let outcome = (1 + LOGIT_ROWS) * size_of::<u32>();
         let host = [Pinned::new(&gpu, outcome)?, Pinned::new(&gpu, logits)?];
-        let queue = Queue { stream, side: Some(side), scratch, words, resident: None, graphs, host };
+        let queue = Queue { stream, side, one_stream: false, scratch, words, resident: None, graphs, host };
         Ok(Self {
             model: Arc::clone(model),
             rounding: Rounding::from(options.numerics),
@@ -253,7 +256,7 @@ impl GpuEngine {
         if tables.words.len() > self.plan.small_words {
             bail!(InvalidArgument, "a step of {} sequences: too many for its tables", segments.len());
         }
-        let Queue { stream, side, scratch, words, resident, graphs, host } = &mut *queue;
+        let Queue { stream, side, one_stream, scratch, words, resident, graphs, host } = &mut *queue;
         stream.write(&words.slice(0..tables.words.len())?, &tables.words)?;
         if resident.as_ref() != Some(&key) {
             *resident = None;
@@ -266,7 +269,7 @@ impl GpuEngine {
         let scratch = Scratch::new(scratch, config, Size { rows: count, visible: tables.visible() })?;
         let mut run = Run {
             stream,
-            side: side.as_ref(),
+            side: (!*one_stream).then_some(side),
             config,
             weights: &self.weights,
             rounding: self.rounding,
@@ -281,7 +284,7 @@ impl GpuEngine {
             at: 0,
         };
         let result = work(&mut run, segments);
-        let ended = stream.synchronize().and_then(|()| side.as_ref().map_or(Ok(()), |side| side.stream.synchronize()));
+        let ended = stream.synchronize().and_then(|()| side.stream.synchronize());
         let value = result?;
         ended?;
         Ok(value)
@@ -309,7 +312,7 @@ fn layers(run: &mut Run<'_>, segments: &mut [Segment<'_>], between: &mut dyn FnM
 /// A step of one token a sequence, committed, as a graph from the second time on that one of its shape is wanted. `None`
 /// if a value was not finite; nothing is committed then. What is chosen is chosen behind the graph.
 fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Stepped>> {
-    let shape = (run.rows, run.tables.tables.visible(), run.tables.tables.wanted());
+    let shape = (run.rows, run.tables.tables.visible(), run.tables.tables.wanted(), run.side.is_some());
     let queue = |run: &mut Run<'_>| {
         layers(run, &mut [], &mut |_| Ok(()))?;
         let logits = if shape.2 == 0 { None } else { Some(run.head(0..shape.2)?) };

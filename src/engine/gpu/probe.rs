@@ -1,5 +1,7 @@
 //! Single halves on given inputs, with intermediates read back: what [`crate::engine::research`] needs of the device.
 
+use std::sync::PoisonError;
+
 use super::step::Run;
 use super::{GpuEngine, LOGIT_ROWS, logits, read_bf16};
 use crate::alloc;
@@ -117,10 +119,14 @@ impl GpuEngine {
 }
 
 impl GpuEngine {
+    /// From the next step on, whether the indexer works on a second stream; it does at first.
+    pub(in crate::engine) fn use_second_stream(&self, second: bool) {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).one_stream = !second;
+    }
+
     /// Microseconds of each layer and of the head; nothing is committed.
-    pub(in crate::engine) fn layer_times(&self, segments: &mut [Segment<'_>], side: bool) -> Result<Vec<f64>> {
+    pub(in crate::engine) fn layer_times(&self, segments: &mut [Segment<'_>]) -> Result<Vec<f64>> {
         self.with_run(segments, |run, _| {
-            run.side = run.side.filter(|_| side);
             let layers = run.config.num_hidden_layers;
             let mut marks = alloc::with_capacity("events", layers + 2)?;
             run.begin()?;

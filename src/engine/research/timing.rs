@@ -58,16 +58,24 @@ impl Timing {
         }
     }
 
-    /// Microseconds of each layer, and of the head, in a step of `ids`, which are not kept. The indexer works on a second
-    /// stream if `side` is set, as it does otherwise.
-    pub fn layers(&mut self, ids: &[u32], side: bool) -> Result<Vec<f64>> {
+    /// From the next step of the engine on, whether the indexer works on a second stream, as it does at first.
+    pub fn use_second_stream(&self, second: bool) {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = self.engine.gpu() {
+            gpu.use_second_stream(second);
+        }
+        let _ = second;
+    }
+
+    /// Microseconds of each layer, and of the head, in a step of `ids`, which are not kept.
+    pub fn layers(&mut self, ids: &[u32]) -> Result<Vec<f64>> {
         let staged = self.cache.stage(ids.len())?;
         let mut segments = [Segment { cache: &self.cache, staged, tokens: ids, logits: LogitRows::Last }];
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.engine.gpu() {
-            return gpu.layer_times(&mut segments, side);
+            return gpu.layer_times(&mut segments);
         }
-        let _ = (&mut segments, side);
+        let _ = &mut segments;
         bail!(Unsupported, "layers are timed on GPUs only")
     }
 }

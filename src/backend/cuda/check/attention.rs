@@ -6,8 +6,8 @@ use crate::backend::cpu::attention::{Attention as CpuAttention, Entries as CpuEn
 use crate::backend::cpu::indexer::Selection;
 use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::ops::{
-    self, Attention, AttentionKernel, AttentionPath, Entries, Group, HEAD_DIM, INDEX_DIM, Pages, ROW_BYTES, Scores,
-    Sequence,
+    self, Attention, AttentionKernel, AttentionPath, Entries, Group, HEAD_DIM, INDEX_DIM, Pages, ROPE_DIM, ROW_BYTES,
+    Scores, Sequence,
 };
 use crate::error::Result;
 use crate::model::config::LayerKind;
@@ -42,6 +42,17 @@ pub(super) fn attend(lab: &mut Lab<'_>) -> Result<()> {
         }
         lab.clear()?;
         attend_alone(lab, kind, 128, &[(position, 1)], 700)?;
+    }
+    Ok(())
+}
+
+/// A few of the same: whether the epilogue has the bits of separate kernels.
+pub(super) fn output(lab: &mut Lab<'_>) -> Result<()> {
+    for (kind, parts) in
+        [(LayerKind::C4a, &[(100, 9), (515, 1)][..]), (LayerKind::C4a, &[(1700, 1)]), (LayerKind::Window, &[(7, 1)])]
+    {
+        lab.clear()?;
+        attend_case(lab, kind, 128, parts, 64, 512)?;
     }
     Ok(())
 }
@@ -299,13 +310,15 @@ fn attend_case(
     let (d_q, d_sink, turns) = (lab.put_bf16(&q)?, lab.put(&sink)?, step.turns(1)?);
     let (d_ids, d_counts, d_staged) = (lab.put(&ids)?, lab.put(&counts)?, lab.put(&world.staged)?);
     let (ring, pages) = (world.ring.put(lab)?, world.entries.put(lab)?);
+    let unturned = lab.put(&vec![[1.0, 0.0]; rows * ROPE_DIM / 2])?;
     // the kernels for Hopper write whole blocks of 64 heads
     let (part_out, part_sums) =
         (lab.output(rows * 32 * heads.next_multiple_of(64) * HEAD_DIM)?, lab.output(rows * 32 * heads)?);
     let most_keys = step.rows.iter().map(|r| r.1 + 1).max().unwrap_or(0) + window;
     for ((kernel, name), split) in kernels(lab).into_iter().flat_map(|k| [(k, false), (k, true)]) {
         let mut plain: Vec<f32> = Vec::new();
-        for quantise in [false, true] {
+        // the last: without rotation, which separate kernels then do, and the rounding
+        for (quantise, apart) in [(false, false), (true, false), (false, true)] {
             let out = lab.output(rows * heads * HEAD_DIM)?;
             let entries = match kind {
                 LayerKind::Window => Entries::None,
@@ -323,7 +336,7 @@ fn attend_case(
                 q: &d_q,
                 out: &out,
                 sink: &d_sink,
-                turns: &turns,
+                turns: if apart { &unturned } else { &turns },
                 sequence: &step.d_sequence,
                 sequences: &step.d_sequences,
                 staged: &d_staged,
@@ -334,12 +347,17 @@ fn attend_case(
                 path,
             };
             ops::attend_by(&lab.stream, &a, kernel)?;
+            if apart {
+                ops::unfused::round_output(&lab.stream, &out, &turns, heads)?;
+            }
             let got: Vec<f32> = lab.get(&out)?.into_iter().map(bf16_value).collect();
             let shape = format!(
                 "{kind:?}, {rows} rows, {heads} heads, window {window}{}{name}",
                 if split { ", split" } else { "" }
             );
-            if quantise {
+            if apart {
+                lab.report("attend = separate kernels", &shape, different_bits(&got, &plain), 0.0);
+            } else if quantise {
                 e4m3_round_trip(&mut plain, 128);
                 lab.report("attend, E4M3 output", &shape, different_bits(&got, &plain), 0.0);
             } else {

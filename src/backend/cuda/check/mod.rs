@@ -7,6 +7,7 @@
 mod attention;
 mod dense;
 mod experts;
+mod fusions;
 mod lab;
 mod long;
 mod pages;
@@ -97,8 +98,9 @@ const GROUPS: &[(&str, Group)] = &[
     ("combine", experts::combine),
     ("chain", experts::chain),
     ("watch", sequence::watch),
-    ("insert", sequence::insert),
-    ("compress", sequence::compress),
+    ("fusion: insert", sequence::insert),
+    ("fusion: compress", sequence::compress),
+    ("fusion: attention's output", attention::output),
     ("indexer", sequence::indexer),
     ("attend", attention::attend),
     ("far pages", attention::far_pages),

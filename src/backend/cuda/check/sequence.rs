@@ -37,6 +37,8 @@ pub(super) fn insert(lab: &mut Lab<'_>) -> Result<()> {
             let a =
                 Insert { q: &d_q, kv: &d_kv, norm: &d_norm, turns: &turns, staged: &staged, heads, eps: EPS, stepwise };
             ops::insert(&lab.stream, &a)?;
+            let (apart_q, apart_kv, apart) = (lab.put_bf16(&q)?, lab.put_bf16(&kv)?, lab.output(rows * ROW_BYTES)?);
+            ops::unfused::insert(&lab.stream, &Insert { q: &apart_q, kv: &apart_kv, staged: &apart, ..a })?;
             let mut want = q.clone();
             for (i, head) in want.chunks_exact_mut(HEAD_DIM).enumerate() {
                 head_norm(head, EPS, stepwise);
@@ -44,6 +46,9 @@ pub(super) fn insert(lab: &mut Lab<'_>) -> Result<()> {
                 rotations.rotate(i / heads, head, true);
             }
             let shape = format!("{rows} rows, {heads} heads{}", if stepwise { ", stepwise" } else { "" });
+            let wrong =
+                different(&lab.get(&apart_q)?, &lab.get(&d_q)?) + different(&lab.get(&apart)?, &lab.get(&staged)?);
+            lab.report("insert = separate kernels", &shape, wrong, 0.0);
             let got = lab.get_bf16(&d_q)?;
             // the scale itself is rounded to bf16 in steps: where its float32 sum goes the other way, a head is 2^-8 off
             lab.report("insert, queries", &shape, distance(&got, &want), if stepwise { 3e-3 } else { NEIGHBOURS });
@@ -249,6 +254,10 @@ fn run_compressor(lab: &mut Lab<'_>, kind: Compressor) -> Result<()> {
         states[0].set_floats(s, state);
     }
     let d_states = [states[0].put(lab)?, states[1].put(lab)?];
+    // the same by separate kernels
+    let apart_entries = entries.put(lab)?;
+    let apart_states = [states[0].put(lab)?, states[1].put(lab)?];
+    let mut wrong = 0.0;
     let (mut starts, mut want) = ([0, 0], Vec::new());
     let (mut worst_state, mut infinities) = (0.0f64, 0.0);
     for (n, lengths) in lengths.iter().enumerate() {
@@ -271,6 +280,16 @@ fn run_compressor(lab: &mut Lab<'_>, kind: Compressor) -> Result<()> {
             eps: EPS,
         };
         ops::compress(&lab.stream, &a)?;
+        let completes = |row: &u32| step.rows[*row as usize].1 % ratio == ratio - 1;
+        let chosen: Vec<u32> = (0..step.len() as u32).filter(completes).collect();
+        let (chosen, pooled) = (lab.put(&chosen)?, lab.output(step.len() * dim)?);
+        let apart = Compress {
+            entries: entries.pages(&apart_entries),
+            state: states[n % 2].pages(&apart_states[n % 2]),
+            fresh: states[1 - n % 2].pages(&apart_states[1 - n % 2]),
+            ..a
+        };
+        ops::unfused::compress(&lab.stream, &apart, &chosen, &pooled)?;
         for (row, &(s, position)) in step.rows.iter().enumerate() {
             let ape = &ape[position % ratio * width..][..width];
             let gate: Vec<f32> = g[row * width..][..width].iter().zip(ape).map(|(g, a)| g + a).collect();
@@ -286,6 +305,7 @@ fn run_compressor(lab: &mut Lab<'_>, kind: Compressor) -> Result<()> {
             }
         }
         states[1 - n % 2].memory = lab.get(&d_states[1 - n % 2].0)?;
+        wrong += different(&lab.get(&apart_states[1 - n % 2].0)?, &states[1 - n % 2].memory);
         for (s, want) in cpu_states.iter().enumerate() {
             let got = states[1 - n % 2].floats(s, kind.state_len());
             let finite = |v: &[f32]| v.iter().map(|x| if x.is_infinite() { 0.0 } else { *x }).collect::<Vec<_>>();
@@ -297,6 +317,8 @@ fn run_compressor(lab: &mut Lab<'_>, kind: Compressor) -> Result<()> {
     let shape = format!("{kind:?}, {} steps to {} and {}", lengths.len(), starts[0], starts[1]);
     lab.report("compress, state", &shape, worst_state + infinities, 1e-6);
     let memory = lab.get(&d_entries.0)?;
+    wrong += different(&lab.get(&apart_entries.0)?, &memory);
+    lab.report("compress = separate kernels", &shape, wrong, 0.0);
     let stored = Table { memory, ..entries };
     let bytes = kind.page_bytes() / kind.per_page();
     let (mut got, mut flat) = (Vec::new(), Vec::new());

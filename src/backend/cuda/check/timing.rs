@@ -3,12 +3,12 @@
 
 use std::fmt;
 
+use super::fusions;
 use crate::backend::cuda::device::Gpu;
 use crate::backend::cuda::memory::{Arena, Buffer, Plain};
 use crate::backend::cuda::ops::{
-    self, Attention, AttentionPath, Compress, Compressor, Entries, ExpertFormat, Experts, Finish, Group, Grouping,
-    HEAD_DIM, INDEX_DIM, Insert, Job, KEY_BYTES, MIX_FLOATS, Output, Pages, Product, Project, ROW_BYTES, STREAMS,
-    Sample, Scores, Sequence, TopK, Weight,
+    self, Attention, AttentionPath, Entries, ExpertFormat, Experts, Finish, Group, Grouping, HEAD_DIM, INDEX_DIM, Job,
+    KEY_BYTES, MIX_FLOATS, Output, Pages, Product, Project, ROW_BYTES, STREAMS, Sample, Scores, Sequence, TopK, Weight,
 };
 use crate::backend::cuda::stream::{Event, Stream};
 use crate::error::Result;
@@ -16,7 +16,7 @@ use crate::sampler::{Sampler, SamplerOptions};
 use crate::tensor::format::bf16_bits;
 
 const D: usize = 4096;
-const HEADS: usize = 64;
+pub(super) const HEADS: usize = 64;
 const REPLAYS: usize = 9;
 /// Bytes of the random block that buffers are filled from.
 const RANDOM: usize = 64 << 20;
@@ -32,18 +32,23 @@ pub struct Timing {
     pub bytes: f64,
     /// Floating-point operations that must be done; 0 where bytes decide.
     pub flops: f64,
+    /// Microseconds of the same work in separate kernels, for fused operations.
+    pub apart: Option<f64>,
 }
 
 impl fmt::Display for Timing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { op, micros, bytes, flops } = self;
+        let Self { op, micros, bytes, flops, apart } = self;
         write!(f, "{op:46} {micros:9.2} us {:8.0} GB/s", bytes / micros / 1e3)?;
-        if *flops > 0.0 { write!(f, " {:7.1} TFLOP/s", flops / micros / 1e6) } else { Ok(()) }
+        if *flops > 0.0 {
+            write!(f, " {:7.1} TFLOP/s", flops / micros / 1e6)?;
+        }
+        apart.map_or(Ok(()), |apart| write!(f, ", in separate kernels {apart:.2} us, {:.2} times", apart / micros))
     }
 }
 
-struct Bench<'a> {
-    stream: Stream,
+pub(super) struct Bench<'a> {
+    pub(super) stream: Stream,
     gpu: &'a Gpu,
     arena: Arena,
     random: Buffer<u8>,
@@ -65,8 +70,9 @@ pub fn timings(device: u32, only: Option<&str>, seen: &mut dyn FnMut(&Timing)) -
         ("linear", linear),
         ("experts", experts),
         ("hyper", hyper),
-        ("insert", insert),
-        ("compress", compress),
+        ("fusion: insert", fusions::insert),
+        ("fusion: compress", fusions::compress),
+        ("fusion: attention's output", fusions::output),
         ("indexer", indexer),
         ("attend", attend),
         ("sample", sample),
@@ -113,7 +119,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Gives all buffers but the random ones back.
-    fn restart(&mut self) -> Result<()> {
+    pub(super) fn restart(&mut self) -> Result<()> {
         self.arena.restart();
         self.random = self.arena.take("random bytes", RANDOM)?;
         self.floats = self.arena.take("random floats", RANDOM)?;
@@ -121,7 +127,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    fn fill<T: Plain>(&mut self, len: usize, from: &Buffer<u8>) -> Result<Buffer<T>> {
+    pub(super) fn fill<T: Plain>(&mut self, len: usize, from: &Buffer<u8>) -> Result<Buffer<T>> {
         let buffer = self.arena.take::<T>("a benchmark", len)?;
         let bytes = buffer.as_bytes();
         for first in (0..bytes.len()).step_by(from.len()) {
@@ -142,19 +148,19 @@ impl<'a> Bench<'a> {
         Ok(buffer)
     }
 
-    fn bf16(&mut self, len: usize) -> Result<Buffer<u16>> {
+    pub(super) fn bf16(&mut self, len: usize) -> Result<Buffer<u16>> {
         let from = self.floats.clone();
         self.fill(len, &from)
     }
 
-    fn put<T: Plain>(&mut self, values: &[T]) -> Result<Buffer<T>> {
+    pub(super) fn put<T: Plain>(&mut self, values: &[T]) -> Result<Buffer<T>> {
         let buffer = self.arena.take("a benchmark", values.len())?;
         self.stream.write(&buffer, values)?;
         Ok(buffer)
     }
 
     /// float32 values between -1 and 1.
-    fn f32(&mut self, len: usize) -> Result<Buffer<f32>> {
+    pub(super) fn f32(&mut self, len: usize) -> Result<Buffer<f32>> {
         let mut state = len as u64;
         let values: Vec<f32> = (0..len.min(1 << 20))
             .map(|_| {
@@ -170,42 +176,63 @@ impl<'a> Bench<'a> {
         Ok(buffer)
     }
 
-    fn out<T: Plain>(&mut self, len: usize) -> Result<Buffer<T>> {
+    pub(super) fn out<T: Plain>(&mut self, len: usize) -> Result<Buffer<T>> {
         self.arena.take("a benchmark", len)
     }
 
     /// Median time of `calls` calls in one graph, divided by their number.
-    fn time(
+    pub(super) fn time(
         &mut self,
         op: String,
         bytes: f64,
         flops: f64,
         calls: usize,
-        mut call: impl FnMut(&Stream, usize) -> Result<()>,
+        call: impl Fn(&Stream, usize) -> Result<()>,
     ) -> Result<()> {
-        call(&self.stream, 0)?;
-        self.stream.synchronize()?;
-        let graph = self.stream.capture(|| (0..calls).try_for_each(|i| call(&self.stream, i)))?;
+        let [micros] = self.medians(calls, [&call])?;
+        (self.seen)(&Timing { op, micros, bytes, flops, apart: None });
+        Ok(())
+    }
+
+    /// Reports a fused operation, `[itself, in separate kernels]`.
+    pub(super) fn compare(&mut self, op: String, bytes: f64, [micros, apart]: [f64; 2]) {
+        (self.seen)(&Timing { op, micros, bytes, flops: 0.0, apart: Some(apart) });
+    }
+
+    /// The same for several ways to do something, whose replays take turns.
+    pub(super) fn medians<const N: usize>(&self, calls: usize, ways: [Way<'_>; N]) -> Result<[f64; N]> {
+        let mut graphs = Vec::new();
+        for way in ways {
+            way(&self.stream, 0)?;
+            self.stream.synchronize()?;
+            graphs.push(self.stream.capture(|| (0..calls).try_for_each(|i| way(&self.stream, i)))?);
+        }
         let (start, end) = (Event::new(self.gpu)?, Event::new(self.gpu)?);
-        let mut times = Vec::new();
+        let mut times = [(); N].map(|()| Vec::new());
         for i in 0..REPLAYS + 2 {
-            self.stream.record(&start)?;
-            self.stream.replay(&graph)?;
-            self.stream.record(&end)?;
-            end.synchronize()?;
-            if i >= 2 {
-                times.push(end.micros_since(&start)? / calls as f64);
+            for (graph, times) in graphs.iter().zip(&mut times) {
+                self.stream.record(&start)?;
+                self.stream.replay(graph)?;
+                self.stream.record(&end)?;
+                end.synchronize()?;
+                if i >= 2 {
+                    times.push(end.micros_since(&start)? / calls as f64);
+                }
             }
         }
-        times.sort_by(f64::total_cmp);
-        (self.seen)(&Timing { op, micros: times[times.len() / 2], bytes, flops });
-        Ok(())
+        Ok(times.map(|mut times| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        }))
     }
 }
 
+/// One way to do something: queues call `i`.
+pub(super) type Way<'a> = &'a dyn Fn(&Stream, usize) -> Result<()>;
+
 impl Bench<'_> {
     /// Copies of a buffer of `bytes` bytes that together exceed the L2 cache several times.
-    fn copies(&self, bytes: usize) -> usize {
+    pub(super) fn copies(&self, bytes: usize) -> usize {
         (6 * self.gpu.limits().l2_bytes as usize).div_ceil(bytes).clamp(2, 64)
     }
 }
@@ -350,27 +377,12 @@ fn hyper(b: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-fn turns(b: &mut Bench<'_>, rows: usize) -> Result<Buffer<[f32; 2]>> {
+pub(super) fn turns(b: &mut Bench<'_>, rows: usize) -> Result<Buffer<[f32; 2]>> {
     b.put(&vec![[0.6, 0.8]; rows * 32])
 }
 
-fn insert(b: &mut Bench<'_>) -> Result<()> {
-    for tokens in [1, 8, 64, 1024, 4096] {
-        let n = b.copies(tokens * HEADS * HEAD_DIM * 2).min(16);
-        let q = (0..n).map(|_| b.bf16(tokens * HEADS * HEAD_DIM)).collect::<Result<Vec<_>>>()?;
-        let (kv, norm, turns) = (b.bf16(tokens * HEAD_DIM)?, b.f32(HEAD_DIM)?, turns(b, tokens)?);
-        let staged = b.out(tokens * ROW_BYTES)?;
-        let bytes = (tokens * (HEADS * HEAD_DIM * 4 + HEAD_DIM * 2 + ROW_BYTES)) as f64;
-        b.time(format!("insert (F3), {tokens} tokens"), bytes, 0.0, n, |stream, i| {
-            let (q, kv, norm, turns, staged) = (&q[i], &kv, &norm, &turns, &staged);
-            ops::insert(stream, &Insert { q, kv, norm, turns, staged, heads: HEADS, eps: 1e-6, stepwise: true })
-        })?;
-    }
-    Ok(())
-}
-
 /// A table of pages 0, 1, 2, .. of `sequences` sequences.
-struct Table {
+pub(super) struct Table {
     memory: Buffer<u8>,
     ids: Buffer<u32>,
     pitch: usize,
@@ -378,7 +390,7 @@ struct Table {
 }
 
 impl Table {
-    fn new(b: &mut Bench<'_>, sequences: usize, pitch: usize, page_bytes: usize) -> Result<Self> {
+    pub(super) fn new(b: &mut Bench<'_>, sequences: usize, pitch: usize, page_bytes: usize) -> Result<Self> {
         let count = sequences * pitch;
         // neighbouring entries lie apart, as they do in use
         let ids: Vec<u32> = (0..count).map(|i| ((i * 7919) % count) as u32).collect();
@@ -387,56 +399,9 @@ impl Table {
         Ok(Self { memory: b.fill(count * page_bytes, &from)?, ids: b.put(&ids)?, pitch, page_bytes })
     }
 
-    fn pages(&self) -> Pages<'_> {
+    pub(super) fn pages(&self) -> Pages<'_> {
         Pages { memory: &self.memory, ids: &self.ids, pitch: self.pitch, page_bytes: self.page_bytes }
     }
-}
-
-fn compress(b: &mut Bench<'_>) -> Result<()> {
-    for (kind, windows) in
-        [(Compressor::Main4, [1, 64, 1024]), (Compressor::Index4, [1, 64, 1024]), (Compressor::Main128, [1, 64, 32])]
-    {
-        for windows in windows {
-            // one token of each of many sequences, all completing an entry, or a prefill chunk
-            let ratio = kind.ratio();
-            let batch = windows == 1 || windows == 64;
-            let (sequences, per) = if batch { (windows, 1) } else { (1, windows * ratio) };
-            let start = if batch { 1023 } else { 0 };
-            let rows = sequences * per;
-            let list: Vec<Sequence> = (0..sequences)
-                .map(|s| Sequence { start, first_row: (s * per) as u32, rows: per as u32, unused: 0 })
-                .collect();
-            let sequence: Vec<u32> = (0..rows).map(|r| (r / per) as u32).collect();
-            let (list, sequence) = (b.put(&list)?, b.put(&sequence)?);
-            let (values, gates) = (b.f32(rows * kind.width())?, b.f32(rows * kind.width())?);
-            let (ape, norm, turns) = (b.f32(ratio * kind.width())?, b.f32(kind.dim())?, turns(b, rows)?);
-            let pages = ((start as usize + per) / ratio + 1).div_ceil(kind.per_page());
-            let state_pages = (4 * kind.state_len()).div_ceil(kind.page_bytes());
-            let entries = Table::new(b, sequences, pages, kind.page_bytes())?;
-            let state = Table::new(b, sequences, state_pages, kind.page_bytes())?;
-            let fresh = Table::new(b, sequences, state_pages, kind.page_bytes())?;
-            let bytes = (rows * kind.width() * 8 + windows * ROW_BYTES + 2 * sequences * kind.state_len() * 4) as f64;
-            let name = format!("compress {kind:?} (F1), {windows} windows of {sequences} sequences");
-            b.time(name, bytes, 0.0, 20, |stream, _| {
-                let a = Compress {
-                    kind,
-                    values: &values,
-                    gates: &gates,
-                    ape: &ape,
-                    norm: &norm,
-                    turns: &turns,
-                    sequence: &sequence,
-                    sequences: &list,
-                    entries: entries.pages(),
-                    state: state.pages(),
-                    fresh: fresh.pages(),
-                    eps: 1e-6,
-                };
-                ops::compress(stream, &a)
-            })?;
-        }
-    }
-    Ok(())
 }
 
 fn indexer(b: &mut Bench<'_>) -> Result<()> {
@@ -498,7 +463,6 @@ fn attend(b: &mut Bench<'_>) -> Result<()> {
     attend_case(b, "window, prefill", 64, 1, 4096, 0, 0)
 }
 
-/// Queries with a window of 128 and `keys` entries: of 20,480 for ratio 4, all for ratio 128.
 fn attend_case(
     b: &mut Bench<'_>,
     name: &str,
@@ -508,65 +472,121 @@ fn attend_case(
     ratio: usize,
     keys: usize,
 ) -> Result<()> {
-    let rows = batch * per;
-    let entries = if ratio == 4 { 20_480 } else { keys };
-    let end = (ratio.max(1) * entries).max(128 + per);
-    let start = end - per;
-    let list: Vec<Sequence> = (0..batch)
-        .map(|s| Sequence { start: start as u32, first_row: (s * per) as u32, rows: per as u32, unused: 0 })
-        .collect();
-    let sequence: Vec<u32> = (0..rows).map(|r| (r / per) as u32).collect();
-    let chosen = if ratio == 4 { keys } else { 0 };
-    let n = if per > 1 { 2 } else { 8 };
-    let mut ids = Vec::new();
-    for call in 0..n {
-        // others for each query and call
-        let id = |i: usize| ((i % chosen * 37 + i / chosen * 11 + call * 5003) % (start / 4)) as u32;
-        ids.push(b.put(&(0..rows * chosen).map(id).collect::<Vec<_>>())?);
+    let a = Queries::new(b, heads, batch, per, ratio, keys)?;
+    let op = format!("attend {heads} heads, {name}, {} rows of {batch}", batch * per);
+    b.time(op, a.bytes(), a.flops(), a.calls(), |stream, i| a.attend(stream, i, &a.turns, false))?;
+    b.restart()
+}
+
+/// Queries with a window of 128 and `keys` entries: of 20,480 for ratio 4, all for ratio 128.
+pub(super) struct Queries {
+    pub(super) out: Buffer<u16>,
+    pub(super) turns: Buffer<[f32; 2]>,
+    ratio: usize,
+    keys: usize,
+    list: Buffer<Sequence>,
+    sequence: Buffer<u32>,
+    /// Of each call.
+    ids: Vec<Buffer<u32>>,
+    q: Vec<Buffer<u16>>,
+    counts: Buffer<u32>,
+    ring: Table,
+    pages: Table,
+    sink: Buffer<f32>,
+    staged: Buffer<u8>,
+    /// Workspace where keys are split.
+    parts: Option<(Buffer<f32>, Buffer<[f32; 2]>)>,
+}
+
+impl Queries {
+    pub(super) fn new(
+        b: &mut Bench<'_>,
+        heads: usize,
+        batch: usize,
+        per: usize,
+        ratio: usize,
+        keys: usize,
+    ) -> Result<Self> {
+        let rows = batch * per;
+        let entries = if ratio == 4 { 20_480 } else { keys };
+        let end = (ratio.max(1) * entries).max(128 + per);
+        let start = end - per;
+        let list: Vec<Sequence> = (0..batch)
+            .map(|s| Sequence { start: start as u32, first_row: (s * per) as u32, rows: per as u32, unused: 0 })
+            .collect();
+        let sequence: Vec<u32> = (0..rows).map(|r| (r / per) as u32).collect();
+        let chosen = if ratio == 4 { keys } else { 0 };
+        let n = if per > 1 { 2 } else { 8 };
+        let mut ids = Vec::new();
+        for call in 0..n {
+            // others for each query and call
+            let id = |i: usize| ((i % chosen * 37 + i / chosen * 11 + call * 5003) % (start / 4)) as u32;
+            ids.push(b.put(&(0..rows * chosen).map(id).collect::<Vec<_>>())?);
+        }
+        let (per_page, page_bytes) = if ratio == 128 { (2, 2 * ROW_BYTES) } else { (64, 64 * ROW_BYTES) };
+        let split = rows * 32 * heads;
+        let random = b.rows.clone();
+        Ok(Self {
+            list: b.put(&list)?,
+            sequence: b.put(&sequence)?,
+            ids,
+            counts: b.put(&vec![chosen as u32; rows])?,
+            ring: Table::new(b, batch, 2, 64 * ROW_BYTES)?,
+            pages: Table::new(b, batch, (entries + 1).div_ceil(per_page).max(1), page_bytes)?,
+            q: (0..n).map(|_| b.bf16(rows * heads * HEAD_DIM)).collect::<Result<Vec<_>>>()?,
+            out: b.out(rows * heads * HEAD_DIM)?,
+            sink: b.f32(heads)?,
+            turns: turns(b, rows)?,
+            staged: b.fill(rows * ROW_BYTES, &random)?,
+            parts: if per == 1 { Some((b.out(split * HEAD_DIM)?, b.out(split)?)) } else { None },
+            ratio,
+            keys,
+        })
     }
-    let (list, sequence) = (b.put(&list)?, b.put(&sequence)?);
-    let counts = b.put(&vec![chosen as u32; rows])?;
-    let (per_page, page_bytes) = if ratio == 128 { (2, 2 * ROW_BYTES) } else { (64, 64 * ROW_BYTES) };
-    let ring = Table::new(b, batch, 2, 64 * ROW_BYTES)?;
-    let pages = Table::new(b, batch, (entries + 1).div_ceil(per_page).max(1), page_bytes)?;
-    let q = (0..n).map(|_| b.bf16(rows * heads * HEAD_DIM)).collect::<Result<Vec<_>>>()?;
-    let out = b.out(rows * heads * HEAD_DIM)?;
-    let (sink, turns, random) = (b.f32(heads)?, turns(b, rows)?, b.rows.clone());
-    let staged = b.fill(rows * ROW_BYTES, &random)?;
-    let most_keys = 128 + keys;
-    let split = per == 1;
-    let parts = if split { rows * 32 * heads } else { 1 };
-    let (part_out, part_sums) = (b.out(parts * HEAD_DIM)?, b.out(parts)?);
-    let flops = 4.0 * (rows * heads * HEAD_DIM * most_keys) as f64;
-    let bytes = (rows * (most_keys * ROW_BYTES + heads * HEAD_DIM * 4)) as f64;
-    b.time(format!("attend {heads} heads, {name}, {rows} rows of {batch}"), bytes, flops, n, |stream, i| {
-        let entries = match ratio {
+
+    /// Calls with queries of their own.
+    pub(super) fn calls(&self) -> usize {
+        self.q.len()
+    }
+
+    fn flops(&self) -> f64 {
+        4.0 * (self.out.len() * (128 + self.keys)) as f64
+    }
+
+    pub(super) fn bytes(&self) -> f64 {
+        (self.sequence.len() * (128 + self.keys) * ROW_BYTES + self.out.len() * 4) as f64
+    }
+
+    pub(super) fn attend(&self, stream: &Stream, i: usize, turns: &Buffer<[f32; 2]>, quantise: bool) -> Result<()> {
+        let entries = match self.ratio {
             0 => Entries::None,
-            4 => Entries::Selected { pages: pages.pages(), ids: &ids[i], counts: &counts, width: chosen },
-            _ => Entries::All { pages: pages.pages() },
+            4 => {
+                let (pages, ids, counts) = (self.pages.pages(), &self.ids[i], &self.counts);
+                Entries::Selected { pages, ids, counts, width: self.keys }
+            }
+            _ => Entries::All { pages: self.pages.pages() },
         };
-        let path = if split {
-            AttentionPath::Split { most_keys, out: &part_out, sums: &part_sums }
-        } else {
-            AttentionPath::Whole
+        let most_keys = 128 + self.keys;
+        let path = match &self.parts {
+            Some((out, sums)) => AttentionPath::Split { most_keys, out, sums },
+            None => AttentionPath::Whole,
         };
         let a = Attention {
-            q: &q[i],
-            out: &out,
-            sink: &sink,
-            turns: &turns,
-            sequence: &sequence,
-            sequences: &list,
-            staged: &staged,
-            ring: ring.pages(),
+            q: &self.q[i],
+            out: &self.out,
+            sink: &self.sink,
+            turns,
+            sequence: &self.sequence,
+            sequences: &self.list,
+            staged: &self.staged,
+            ring: self.ring.pages(),
             entries,
             window: 128,
-            quantise: false,
+            quantise,
             path,
         };
         ops::attend(stream, &a)
-    })?;
-    b.restart()
+    }
 }
 
 /// Choices among logits as of a text: many that hardly count, a few that do.

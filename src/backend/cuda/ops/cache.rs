@@ -93,14 +93,22 @@ struct InsertParams {
 // SAFETY: mirrors `InsertParams`.
 unsafe impl Params for InsertParams {}
 
+impl Insert<'_> {
+    /// Refuses buffers of other sizes.
+    pub(super) fn check(&self) -> Result<()> {
+        let rows = self.kv.len() / HEAD_DIM;
+        exact("the KV values", self.kv, rows * HEAD_DIM)?;
+        exact("the queries", self.q, rows * self.heads * HEAD_DIM)?;
+        exact("the KV norm", self.norm, HEAD_DIM)?;
+        exact("the rotations", self.turns, rows * (ROPE_DIM / 2))?;
+        exact("the staged window rows", self.staged, rows * ROW_BYTES)
+    }
+}
+
 /// Norm and rotation of queries; norm, rotation, quantisation and storing of the step's window rows.
 pub(crate) fn insert(stream: &Stream, a: &Insert<'_>) -> Result<()> {
+    a.check()?;
     let rows = a.kv.len() / HEAD_DIM;
-    exact("the KV values", a.kv, rows * HEAD_DIM)?;
-    exact("the queries", a.q, rows * a.heads * HEAD_DIM)?;
-    exact("the KV norm", a.norm, HEAD_DIM)?;
-    exact("the rotations", a.turns, rows * (ROPE_DIM / 2))?;
-    exact("the staged window rows", a.staged, rows * ROW_BYTES)?;
     let params = InsertParams {
         q: a.q.address(),
         kv: a.kv.address(),
@@ -240,7 +248,7 @@ pub(crate) struct Compress<'a> {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct CompressParams {
+pub(super) struct CompressParams {
     u: u64,
     g: u64,
     ape: u64,
@@ -248,7 +256,7 @@ struct CompressParams {
     turns: u64,
     sequence: u64,
     sequences: u64,
-    entries: RawPages,
+    pub(super) entries: RawPages,
     state: RawPages,
     fresh: RawPages,
     count: u32,
@@ -257,43 +265,55 @@ struct CompressParams {
 // SAFETY: mirrors `CompressParams`.
 unsafe impl Params for CompressParams {}
 
+impl Compress<'_> {
+    /// What the kernels take, once every size is checked.
+    pub(super) fn params(&self) -> Result<CompressParams> {
+        let (rows, kind) = (self.sequence.len(), self.kind);
+        exact("the compressor's values", self.values, rows * kind.width())?;
+        exact("the compressor's gates", self.gates, rows * kind.width())?;
+        exact("the compressor's ape", self.ape, kind.ratio() * kind.width())?;
+        exact("the compressor's norm", self.norm, kind.dim())?;
+        exact("the entries' rotations", self.turns, rows * (ROPE_DIM / 2))?;
+        let count = self.sequences.len();
+        at_least("the rows of a step", self.sequence, count)?;
+        let state_pages = kind.state_pages();
+        for pages in [&self.entries, &self.state, &self.fresh] {
+            if pages.page_bytes != kind.page_bytes() {
+                bail!(InvalidArgument, "pages of {} bytes for a {kind:?} compressor", pages.page_bytes);
+            }
+        }
+        Ok(CompressParams {
+            u: self.values.address(),
+            g: self.gates.address(),
+            ape: self.ape.address(),
+            weight: self.norm.address(),
+            turns: self.turns.address(),
+            sequence: self.sequence.address(),
+            sequences: self.sequences.address(),
+            entries: self.entries.raw("the table of entries", count, 1)?,
+            state: self.state.raw("the table of states", count, state_pages)?,
+            fresh: self.fresh.raw("the table of new states", count, state_pages)?,
+            count: word("sequences", count)?,
+            eps: self.eps,
+        })
+    }
+
+    /// A block a row, and for ratio 4 one a slot of the new state.
+    pub(super) fn launch(&self) -> Launch {
+        let depth = if self.kind == Compressor::Main128 { 1 } else { 5 };
+        Launch { grid: [self.sequence.len(), depth, 1], block: 128, shared: 0 }
+    }
+}
+
 /// Feeds the rows to a compressor: entries they complete go to their pages, the new state to `fresh`. Each sequence has
 /// at least one row.
 pub(crate) fn compress(stream: &Stream, a: &Compress<'_>) -> Result<()> {
-    let (rows, kind) = (a.sequence.len(), a.kind);
-    exact("the compressor's values", a.values, rows * kind.width())?;
-    exact("the compressor's gates", a.gates, rows * kind.width())?;
-    exact("the compressor's ape", a.ape, kind.ratio() * kind.width())?;
-    exact("the compressor's norm", a.norm, kind.dim())?;
-    exact("the entries' rotations", a.turns, rows * (ROPE_DIM / 2))?;
-    let count = a.sequences.len();
-    at_least("the rows of a step", a.sequence, count)?;
-    let state_pages = kind.state_pages();
-    for pages in [&a.entries, &a.state, &a.fresh] {
-        if pages.page_bytes != kind.page_bytes() {
-            bail!(InvalidArgument, "pages of {} bytes for a {kind:?} compressor", pages.page_bytes);
-        }
-    }
-    let params = CompressParams {
-        u: a.values.address(),
-        g: a.gates.address(),
-        ape: a.ape.address(),
-        weight: a.norm.address(),
-        turns: a.turns.address(),
-        sequence: a.sequence.address(),
-        sequences: a.sequences.address(),
-        entries: a.entries.raw("the table of entries", count, 1)?,
-        state: a.state.raw("the table of states", count, state_pages)?,
-        fresh: a.fresh.raw("the table of new states", count, state_pages)?,
-        count: word("sequences", count)?,
-        eps: a.eps,
-    };
-    let (name, depth) = match kind {
-        Compressor::Main4 => ("compress4_main", 5),
-        Compressor::Index4 => ("compress4_index", 5),
-        Compressor::Main128 => ("compress128", 1),
-    };
-    let kernel = stream.gpu().kernel(name)?;
+    let params = a.params()?;
+    let kernel = stream.gpu().kernel(match a.kind {
+        Compressor::Main4 => "compress4_main",
+        Compressor::Index4 => "compress4_index",
+        Compressor::Main128 => "compress128",
+    })?;
     // SAFETY: sizes checked above; page ids and sequences are the caller's promise.
-    unsafe { stream.launch(kernel, Launch { grid: [rows, depth, 1], block: 128, shared: 0 }, &params) }
+    unsafe { stream.launch(kernel, a.launch(), &params) }
 }

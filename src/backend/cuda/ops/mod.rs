@@ -11,6 +11,7 @@ mod linear;
 mod moe;
 mod norm;
 mod sample;
+pub(crate) mod unfused;
 mod wide;
 
 pub(crate) use attention::{

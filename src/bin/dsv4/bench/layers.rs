@@ -26,6 +26,8 @@ struct Row {
     one_stream: Option<f64>,
     /// The whole step as the engine runs it, from the call to the logits on the host.
     step: f64,
+    /// The same without the second stream, for one token.
+    step_one_stream: Option<f64>,
     /// Layers of each kind.
     counts: [usize; 3],
 }
@@ -62,18 +64,21 @@ pub(super) fn run(
     if args.json {
         return output::json(&Value::Array(rows.iter().map(as_json).collect()));
     }
-    line("context  tokens    window      c4a    c128a     head  c4a, one stream      step  sum of Flash  tokens/s")?;
+    line(
+        "context  tokens    window      c4a    c128a     head  c4a, one stream      step  step, one stream  sum of Flash  tokens/s",
+    )?;
     for r in &rows {
         let us = |v: Option<f64>| v.map_or("-".to_owned(), |v| format!("{v:.1}"));
         let [window, c4a, c128a] = r.kinds.map(us);
         let flash = r.sum(FLASH);
         line(format_args!(
-            "{:>7} {:>7} {window:>9} {c4a:>8} {c128a:>8} {:>8.1} {:>16} {:>9.1} {:>13} {:>9}",
+            "{:>7} {:>7} {window:>9} {c4a:>8} {c128a:>8} {:>8.1} {:>16} {:>9.1} {:>17} {:>13} {:>9}",
             r.context,
             r.tokens,
             r.head,
             us(r.one_stream),
             r.step,
+            us(r.step_one_stream),
             us(flash),
             us(flash.map(|sum| r.tokens as f64 / sum * 1e6))
         ))?;
@@ -84,22 +89,30 @@ pub(super) fn run(
 fn measure(args: &Args, engine: &Arc<Engine>, context: usize, first: &[TokenId], ids: &[TokenId]) -> Result<Row> {
     let mut timing = Timing::behind(engine, context, first)?;
     let layers = &engine.model().config().layers;
-    let (mut all, mut one_stream, mut steps) = (Vec::new(), Vec::new(), Vec::new());
+    // with the second stream, and without, in turns
+    let (mut times, mut steps) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
     for round in 0..=args.repetitions {
-        let (times, alone) = (timing.layers(ids, true)?, timing.layers(ids, false)?);
-        if round > 0 {
-            all.push(times);
-            one_stream.push(alone);
+        for (times, second) in times.iter_mut().zip([true, false]) {
+            timing.use_second_stream(second);
+            times.extend(Some(timing.layers(ids)?).filter(|_| round > 0));
         }
     }
     for round in 0..args.repetitions + 3 {
-        let start = Instant::now();
-        timing.step(ids)?;
-        // the first steps are not captured yet
-        if round > 2 {
-            steps.push(start.elapsed().as_secs_f64() * 1e6);
+        for (times, second) in steps.iter_mut().zip([true, false]) {
+            // many tokens would only move the context further
+            if !second && ids.len() > 1 {
+                continue;
+            }
+            timing.use_second_stream(second);
+            let start = Instant::now();
+            timing.step(ids)?;
+            let micros = start.elapsed().as_secs_f64() * 1e6;
+            // the first steps are not captured yet
+            times.extend(Some(micros).filter(|_| round > 2));
         }
     }
+    timing.use_second_stream(true);
+    let [all, one_stream] = times;
     let of_kind = |runs: &[Vec<f64>], kind: LayerKind| {
         let times: Vec<f64> = runs
             .iter()
@@ -115,7 +128,8 @@ fn measure(args: &Args, engine: &Arc<Engine>, context: usize, first: &[TokenId],
         kinds: kinds.map(|kind| of_kind(&all, kind)),
         head: spread(&heads).0,
         one_stream: of_kind(&one_stream, LayerKind::C4a),
-        step: spread(&steps).0,
+        step: spread(&steps[0]).0,
+        step_one_stream: (!steps[1].is_empty()).then(|| spread(&steps[1]).0),
         counts: kinds.map(|kind| layers.iter().filter(|k| **k == kind).count()),
     })
 }
@@ -132,6 +146,7 @@ fn as_json(r: &Row) -> Value {
             "head": r.head,
             "c4a_one_stream": r.one_stream,
             "step": r.step,
+            "step_one_stream": r.step_one_stream,
             "sum_of_layers": r.sum(r.counts),
             "sum_of_flash": r.sum(FLASH),
         },
