@@ -16,7 +16,8 @@ constexpr u32 TILE = 64;                  // keys of a tile, heads of a block
 constexpr u32 OPERAND = 8 * BLOCK_BYTES;  // 64 rows of 512 values
 constexpr u32 NOTES = 8;                  // tiles that are planned ahead, and a few that are in use
 constexpr u32 MOST_RUNS = 16;
-constexpr u32 RUN_TILES = 4;
+constexpr u32 RUN_TILES = 3;
+constexpr u32 RUNS_AT = MAX_SPLITS - 1;  // where the number of runs stands among a row's sums
 
 // Places in shared memory.
 constexpr u32 AT_Q = 0, AT_K = OPERAND, AT_P = 3 * OPERAND, AT_FADES = AT_P + BLOCK_BYTES;
@@ -40,7 +41,7 @@ struct HopperParams {
   u32 whole;   // one run only
 };
 
-// Runs of a query: about four tiles each, at most 16. Run k begins with tile k * tiles / runs.
+// Runs of a query: about three tiles each, at most 16. Run k begins with tile k * tiles / runs.
 __device__ __forceinline__ u32 runs_of(u32 tiles) { return min((tiles + RUN_TILES - 1) / RUN_TILES, MOST_RUNS); }
 
 constexpr float SCALE = 0.04419417382415922f;  // 512^-0.5
@@ -121,18 +122,15 @@ __device__ __forceinline__ float4* part_of(const AttentionParams& p, u32 row, u3
          half * (PART / 2) + thread;
 }
 
-// The runs' weights of a row whose (maximum, sum) are `pitch` apart, each told to `tell`; returns the inverse of the sum of
-// all weights of keys, the sink's included. Adding up is the same wherever it happens: v = fma(run, weight, v), in order.
-template <typename Tell>
-__device__ __forceinline__ float weights_of(const AttentionParams& p, u32 head, const float2* sums, u32 pitch, u32 runs,
-                                            Tell tell) {
+// Makes (maximum, sum) of a row's runs, `pitch` apart, (weight, sum); returns the inverse of the sum of all weights of keys,
+// the sink's included. Adding up is the same wherever it happens: v = fma(run, weight, v), in order.
+__device__ __forceinline__ float weights_of(const AttentionParams& p, u32 head, float2* sums, u32 pitch, u32 runs) {
   float highest = minus_infinity(), total = 0.0f;
   for (u32 r = 0; r < runs; r++) highest = fmaxf(highest, sums[r * pitch].x);
   for (u32 r = 0; r < runs; r++) {
-    const float2 run = sums[r * pitch];
-    const float weight = expf(run.x - highest);
-    total = fmaf(run.y, weight, total);
-    tell(r, weight);
+    float2& run = sums[r * pitch];
+    run.x = expf(run.x - highest);
+    total = fmaf(run.y, run.x, total);
   }
   return 1.0f / (total + expf(p.sink[min(head, p.heads - 1)] - highest));
 }
@@ -193,6 +191,7 @@ __device__ __forceinline__ void plan(const HopperParams& h, u8* shared) {
   uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
   u64* const rows = reinterpret_cast<u64*>(shared + AT_ROWS) + thread;
   u32 count = 0;
+  u64 row = 0;
   for (u32 number = blockIdx.x; number < h.items; number += gridDim.x) {
     Item m = item_of(h, number);
     u32 run_end = (m.run + 1) * m.t.total / m.runs;
@@ -201,8 +200,7 @@ __device__ __forceinline__ void plan(const HopperParams& h, u8* shared) {
       const u32 first = (in_window ? tile : tile - m.t.window_tiles) * TILE;
       const u32 valid = min((in_window ? m.t.in_window : m.t.entries) - first, TILE);
       // rows behind the last repeat it: their weights are zero
-      const u64 row = row_of(p, m, in_window, first + min(thread, valid - 1));
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row & ~15ull), "n"(NOPE_DIM + 2 * ROPE_DIM));
+      row = row_of(p, m, in_window, first + min(thread, valid - 1));
       if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
       rows[count % NOTES * TILE] = row;
       const bool run_ends = tile + 1 == run_end;
@@ -215,6 +213,7 @@ __device__ __forceinline__ void plan(const HopperParams& h, u8* shared) {
     }
   }
   if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
+  rows[count % NOTES * TILE] = row;
   if (thread == 0) notes[count % NOTES] = make_uint4(0, 0, STOP, 0);
   release(base + PLANNED + count % NOTES * 8);
 }
@@ -251,94 +250,82 @@ __device__ __forceinline__ bool any_large(u64 scales) {
          (high & ((high & 0x7F7F7F7Fu) + 0x79797979u) & 0x80808080u);
 }
 
-// Eight codes to eight bfloat16.
+// Eight codes to eight bfloat16: each code goes to the upper byte of its half, then sign and magnitude to their places.
 __device__ __forceinline__ uint4 decode(u64 codes, u32 factor) {
   u32 v[4];
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const u32 q = u32(codes >> (32 * i)), low = q << 8;
-    const u32 odd = bf16_mul((q & 0x80008000u) | ((q >> 4) & 0x07F007F0u), factor);
-    const u32 even = bf16_mul((low & 0x80008000u) | ((low >> 4) & 0x07F007F0u), factor);
-    v[2 * i] = __byte_perm(even, odd, 0x5410);
-    v[2 * i + 1] = __byte_perm(even, odd, 0x7632);
+  for (int i = 0; i < 4; i++) {
+    const u32 x = __byte_perm(u32(codes >> (i / 2 * 32)), 0, i % 2 ? 0x3424 : 0x1404);
+    v[i] = bf16_mul((x & 0x80008000u) | ((x >> 4) & 0x07F007F0u), factor);
   }
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
-// The decoding warpgroup. Eight threads have a row, in four passes of 16 rows a tile; three passes are on their way.
+__device__ __forceinline__ u64 load_word(u64 address) {
+  u64 v;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
+  return v;
+}
+
+// The decoding warpgroup. Eight threads have a row, in four passes of 16 rows; while a tile is stored, the next is loaded.
 __device__ __forceinline__ void decode_rows(u8* shared) {
-  constexpr int SLOTS = 3;
-  const u32 base = shared_address(shared), thread = threadIdx.x % 128, j = thread % 8;
-  const uint4* notes = reinterpret_cast<const uint4*>(shared + AT_NOTES);
-  const u64* const rows = reinterpret_cast<const u64*>(shared + AT_ROWS) + thread / 8;
-  u64 codes[SLOTS][7], ropes[SLOTS][2], scales[SLOTS];
-  auto load = [&](int slot, u64 row) {
-    const u64* words = reinterpret_cast<const u64*>(row) + j;
+  u32 base = shared_address(shared);
+  asm volatile("" : "+r"(base));  // kept, not found again at each use
+  const u32 thread = threadIdx.x % 128, j = thread % 8;
+  const u32 rows = base + AT_ROWS + thread / 8 * 8;
+  u64 codes[4][7], ropes[4][2], scales[4];
+  auto load = [&](int pass, u32 tile) {
+    const u64 row = load_shared(rows + tile % NOTES * (TILE * 8) + pass * 128);
 #pragma unroll
-    for (int c = 0; c < 7; c++) codes[slot][c] = words[c * 8];
+    for (int c = 0; c < 7; c++) codes[pass][c] = load_word(row + c * 64 + j * 8);
 #pragma unroll
-    for (int c = 0; c < 2; c++) ropes[slot][c] = words[56 + j + c];
-    scales[slot] = words[72 - j];
+    for (int c = 0; c < 2; c++) ropes[pass][c] = load_word(row + NOPE_DIM + j * 16 + c * 8);
+    scales[pass] = load_word(row + NOPE_DIM + 2 * ROPE_DIM);
   };
-  auto store = [&](int slot, u8* at) {
-    const bool large = any_large(scales[slot]);
-    const u64 known = large ? 0x7F7F7F7F7F7F7Full : scales[slot];
+  auto store = [&](int pass, u32 at) {
+    const bool large = any_large(scales[pass]);
+    const u64 known = large ? 0x7F7F7F7F7F7F7Full : scales[pass];
 #pragma unroll
     for (int c = 0; c < 7; c++)
-      *reinterpret_cast<uint4*>(at + c * BLOCK_BYTES) = decode(codes[slot][c], code_factor(u32(known >> (8 * c)) & 0xFF));
+      store_shared(at + c * BLOCK_BYTES, decode(codes[pass][c], code_factor(u32(known >> (8 * c)) & 0xFF)));
+    store_shared(at + 7 * BLOCK_BYTES, make_uint4(u32(ropes[pass][0]), u32(ropes[pass][0] >> 32), u32(ropes[pass][1]),
+                                                  u32(ropes[pass][1] >> 32)));
     if (large) {
 #pragma unroll 1
       for (int c = 0; c < 7; c++) {
-        uint4& v = *reinterpret_cast<uint4*>(at + c * BLOCK_BYTES);
-        const u32 scale = e8m0_pair(u8(scales[slot] >> (8 * c)));
-        v = make_uint4(bf16_mul(v.x, scale), bf16_mul(v.y, scale), bf16_mul(v.z, scale), bf16_mul(v.w, scale));
+        const u32 scale = e8m0_pair(u8(scales[pass] >> (8 * c)));
+        const u64 low = load_shared(at + c * BLOCK_BYTES), high = load_shared(at + c * BLOCK_BYTES + 8);
+        store_shared(at + c * BLOCK_BYTES, make_uint4(bf16_mul(u32(low), scale), bf16_mul(u32(low >> 32), scale),
+                                                      bf16_mul(u32(high), scale), bf16_mul(u32(high >> 32), scale)));
       }
     }
-    *reinterpret_cast<uint4*>(at + 7 * BLOCK_BYTES) =
-        make_uint4(u32(ropes[slot][0]), u32(ropes[slot][0] >> 32), u32(ropes[slot][1]), u32(ropes[slot][1] >> 32));
+  };
+  // whether there is such a tile
+  auto planned = [&](u32 tile) -> bool {
+    barrier_wait(base + PLANNED + tile % NOTES * 8, tile / NOTES % 2);
+    return u32(load_shared(base + AT_NOTES + tile % NOTES * 16 + 8)) != STOP;
   };
 
-  // place of the thread's row of a pass; waits for the plan of a new tile; 0 at the end
-  auto find = [&](u32 pass) -> u64 {
-    const u32 tile = pass / 4, plan = tile % NOTES;
-    if (pass % 4 == 0) barrier_wait(base + PLANNED + plan * 8, tile / NOTES % 2);
-    return notes[plan].z == STOP ? 0 : rows[plan * TILE + pass % 4 * 16];
-  };
-  u64 ahead = find(0);
+  u32 tile = 0;
+  bool more = planned(0);
+  if (more) {
 #pragma unroll
-  for (int slot = 0; slot < SLOTS; slot++) {
-    if (ahead == 0) break;
-    load(slot, ahead);
-    ahead = find(slot + 1);
+    for (int pass = 0; pass < 4; pass++) load(pass, 0);
   }
-  u32 pass = 0;
-  bool more = notes[0].z != STOP;
-  u8* at = shared;
-  while (more) {
+  for (; more; tile++) {
+    more = planned(tile + 1);
+    const u32 buffer = tile % 2;
+    barrier_wait(base + EMPTY + buffer * 8, tile / 2 % 2 ^ 1);
+    // the others have left that tile for good
+    if (tile >= 3) release(base + UNPLANNED + (tile - 3) % NOTES * 8);
+    const u32 at = base + AT_K + buffer * OPERAND + block_offset(thread / 8, j);
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++) {
-      const u32 tile = pass / 4, buffer = tile % 2;
-      if (pass % 4 == 0) {
-        if (pass > 0 && notes[tile % NOTES].z == STOP) {
-          more = false;
-          break;
-        }
-        barrier_wait(base + EMPTY + buffer * 8, tile / 2 % 2 ^ 1);
-        // the others have left that tile for good
-        if (tile >= 3) release(base + UNPLANNED + (tile - 3) % NOTES * 8);
-        at = shared + AT_K + buffer * OPERAND + block_offset(thread / 8, j);
-      }
-      store(slot, at);
-      at += 16 * BLOCK_ROW;
-      if (ahead != 0) {
-        load(slot, ahead);
-        ahead = find(pass + SLOTS + 1);
-      }
-      if (pass % 4 == 3) release(base + FULL + buffer * 8);
-      pass++;
+    for (int pass = 0; pass < 4; pass++) {
+      store(pass, at + pass * 16 * BLOCK_ROW);
+      load(pass, tile + 1);  // behind the last tile stands a copy of its rows
     }
+    release(base + FULL + buffer * 8);
   }
-  const u32 tile = pass / 4;
   barrier_wait(base + EMPTY + tile % 2 * 8, tile / 2 % 2 ^ 1);
   release(base + FULL + tile % 2 * 8);
 }
@@ -525,12 +512,14 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
       if (quad != 0) continue;
       const u32 row = low + half * 8, head = note.y * TILE + row;
       const float2 mine = make_float2(top[half] * SCALE, sum[half]);
-      if (runs > 1 && h.pieces > 1) {
-        if (head < p.heads) p.part_sums[(u64(note.x) * MAX_SPLITS + run) * p.heads + head] = mine;
-        continue;
+      if (h.pieces > 1 && head < p.heads) {
+        float2* const parts = p.part_sums + u64(note.x) * MAX_SPLITS * p.heads + head;
+        parts[RUNS_AT * p.heads].x = runs;
+        parts[run * p.heads] = mine;
       }
+      if (h.pieces > 1 && runs > 1) continue;
       sums[run * TILE + row] = mine;
-      if (flags & LAST) fades[row] = weights_of(p, head, sums + row, TILE, runs, [&](u32 r, float w) { sums[r * TILE + row].x = w; });
+      if (flags & LAST) fades[row] = weights_of(p, head, sums + row, TILE, runs);
     }
     release(base + P_FULL);
     messages++;
@@ -620,10 +609,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_
     take_registers<160>();
     add_right(h, shared);
   } else if (group == 2) {
-    give_registers<104>();
+    give_registers<112>();
     decode_rows(shared);
   } else {
-    give_registers<40>();
+    give_registers<32>();
     if (threadIdx.x % 128 < 64)
       plan(h, shared);
     else
@@ -637,58 +626,49 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_
 // times the threads that wrote, each with 4 of their 16 fragments.
 extern "C" __global__ void __launch_bounds__(512) attend_hopper_join(const __grid_constant__ AttentionParams p) {
   __shared__ u32 magnitudes[2][4][TILE / 2];
+  __shared__ float2 sums[MOST_RUNS][TILE];
   wait_for_inputs();
   const u32 group = blockIdx.x % 4, block = blockIdx.x / 4, row = blockIdx.y;
   const u32 thread = threadIdx.x % 128, quarter = threadIdx.x / 128;
-  const Sequence s = p.sequences[p.sequence[row]];
-  const Tiles t = tiles_of<TILE>(p, row, s.start + row - s.first_row);
-  const u32 runs = runs_of(t.total);
-  if (runs == 1) return;
+  const float2* from = p.part_sums + u64(row) * MAX_SPLITS * p.heads;
   const float4* part = part_of(p, row, 0, block, group / 2, thread) + (group % 2 * 16 + quarter * 4) * 128;
   const u64 step = u64((p.heads + TILE - 1) / TILE) * PART;
-  constexpr int EARLY = 4;  // runs that are asked for before anything is known of their weights
+  // what is needed in any case is asked for before the number of runs is known
+  constexpr int EARLY = 2;
   float4 early[EARLY][4];
 #pragma unroll
   for (int r = 0; r < EARLY; r++)
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (r < runs) early[r][i] = part[r * step + i * 128];
-  const u32 head = block * TILE + thread / 32 * 16 + thread % 32 / 4;
-  __shared__ float weights[MOST_RUNS][TILE];
-  float factor[2], v[16] = {};
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const float2* sums = p.part_sums + u64(row) * MAX_SPLITS * p.heads + min(head + half * 8, p.heads - 1);
-    // every quarter finds the same
-    factor[half] = weights_of(p, head + half * 8, sums, p.heads, runs, [&](u32 r, float weight) {
-      weights[r][head % TILE + half * 8] = weight;
-    });
-  }
-  __syncwarp();
-  auto weight_of = [&](u32 r, float (&w)[2]) {
-    w[0] = weights[r][head % TILE];
-    w[1] = weights[r][head % TILE + 8];
-  };
-  float w[2];
+    for (int i = 0; i < 4; i++) early[r][i] = part[r * step + i * 128];
+  const u32 runs = u32(from[RUNS_AT * p.heads].x);
+  if (runs == 1) return;
+  for (u32 i = threadIdx.x; i < runs * TILE; i += 512)
+    sums[i / TILE][i % TILE] = from[i / TILE * p.heads + min(block * TILE + i % TILE, p.heads - 1)];
+  __syncthreads();
+  const u32 low = thread / 32 * 16 + thread % 32 / 4, head = block * TILE + low;
+  __shared__ float factors[TILE];
+  if (threadIdx.x < TILE)
+    factors[threadIdx.x] = weights_of(p, block * TILE + threadIdx.x, &sums[0][threadIdx.x], TILE, runs);
+  __syncthreads();
+  float v[16] = {};
 #pragma unroll
   for (int r = 0; r < EARLY; r++) {
-    if (r >= runs) continue;
-    weight_of(r, w);
+    const float weight[2] = {sums[r][low].x, sums[r][low + 8].x};
 #pragma unroll
-    for (int i = 0; i < 4; i++) add_part(v + i * 4, early[r][i], w);
+    for (int i = 0; i < 4; i++) add_part(v + i * 4, early[r][i], weight);
   }
 #pragma unroll 4
   for (u32 r = EARLY; r < runs; r++) {
-    weight_of(r, w);
+    const float weight[2] = {sums[r][low].x, sums[r][low + 8].x};
 #pragma unroll
-    for (int i = 0; i < 4; i++) add_part(v + i * 4, part[r * step + i * 128], w);
+    for (int i = 0; i < 4; i++) add_part(v + i * 4, part[r * step + i * 128], weight);
   }
   u32 words[2][4];
 #pragma unroll
   for (int i = 0; i < 4; i++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      words[half][i] = bf16_pair(v[i * 4 + half * 2] * factor[half], v[i * 4 + half * 2 + 1] * factor[half]);
+      words[half][i] = bf16_pair(v[i * 4 + half * 2] * factors[low + half * 8], v[i * 4 + half * 2 + 1] * factors[low + half * 8]);
   finish(p, words, group, quarter * 4, row, head, [&](u32 bits, int half) {
     const u32 at = thread / 32 * 8 + thread % 32 / 4;
     if (thread % 4 == 0) magnitudes[half][quarter][at] = bits;
