@@ -1,12 +1,12 @@
-// Sparse attention for Hopper: what kernels/attention.cu computes, with warpgroup products. Compiled for sm_90a only; for
-// other architectures the kernels are empty and never launched.
+// Sparse attention for Hopper: what kernels/attention.cu computes, with warpgroup products. There is `attend_hopper` for
+// sm_90a only; the launcher asks for it.
 //
 // A block has 64 heads of one query and walks over tiles of 64 keys. Its four warpgroups: one plans, that is looks up where
 // the rows of coming tiles lie, and fetches queries; one decodes rows to bfloat16 in shared memory, two tiles ahead; one
 // takes scores, weights and the left half of the output's columns; one the right half. Blocks are persistent: keys and
 // queries of the next item are on their way while the last is finished.
 //
-// An item is a query, 64 heads, and a piece of its runs. Runs are cut by the number of tiles alone (`Tiles`), so that bits
+// An item is a query, 64 heads, and a piece of its runs. Runs are cut by the number of tiles alone (`runs_of`), so that bits
 // never depend on the batch: a block that has all runs of its query adds them itself, in order, each thread from what it
 // wrote; otherwise `attend_hopper_join` does, with the same sums.
 #include "attention.cuh"
