@@ -15,18 +15,21 @@
 constexpr u32 TILE = 64;                  // keys of a tile, heads of a block
 constexpr u32 OPERAND = 8 * BLOCK_BYTES;  // 64 rows of 512 values
 constexpr u32 NOTES = 8;                  // tiles that are planned ahead, and a few that are in use
-constexpr u32 MOST_RUNS = 16;
+constexpr u32 MOST_RUNS = 15;
 constexpr u32 RUN_TILES = 3;
-constexpr u32 RUNS_AT = MAX_SPLITS - 1;  // where the number of runs stands among a row's sums
+// What stands where a row's sums have place for MAX_SPLITS: sums of runs, their factors (left and right half), their number.
+constexpr u32 FACTORS_AT = MOST_RUNS + 1, RUNS_AT = FACTORS_AT + MOST_RUNS;
+static_assert(RUNS_AT < MAX_SPLITS, "all have place");
 
 // Places in shared memory.
 constexpr u32 AT_Q = 0, AT_K = OPERAND, AT_P = 3 * OPERAND, AT_FADES = AT_P + BLOCK_BYTES;
-constexpr u32 AT_SUMS = AT_FADES + TILE * 4, AT_ROWS = AT_SUMS + MOST_RUNS * TILE * 8;
+constexpr u32 AT_SUMS = AT_FADES + TILE * 4, AT_FACTORS = AT_SUMS + MOST_RUNS * TILE * 8;
+constexpr u32 AT_ROWS = AT_FACTORS + 2 * MOST_RUNS * TILE * 4;
 constexpr u32 AT_NOTES = AT_ROWS + NOTES * TILE * 8, AT_BARRIERS = AT_NOTES + NOTES * 16;
 constexpr u32 FULL = AT_BARRIERS, EMPTY = FULL + 16, Q_FULL = EMPTY + 16, Q_EMPTY = Q_FULL + 8, P_FULL = Q_EMPTY + 8;
 constexpr u32 P_EMPTY = P_FULL + 8, PLANNED = P_EMPTY + 8, UNPLANNED = PLANNED + NOTES * 8;
 constexpr u32 HOPPER_BYTES = UNPLANNED + NOTES * 8;
-static_assert(HOPPER_BYTES == 217664, "the launcher says the same");
+static_assert(HOPPER_BYTES == 224832, "the launcher says the same");
 
 // What the planning warpgroup tells the others of a tile: row, head block, valid keys and flags, run and number of runs.
 constexpr u32 FIRST = 1 << 8;     // of the item
@@ -41,7 +44,7 @@ struct HopperParams {
   u32 whole;   // one run only
 };
 
-// Runs of a query: about three tiles each, at most 16. Run k begins with tile k * tiles / runs.
+// Runs of a query: about three tiles each, at most 15. Run k begins with tile k * tiles / runs.
 __device__ __forceinline__ u32 runs_of(u32 tiles) { return min((tiles + RUN_TILES - 1) / RUN_TILES, MOST_RUNS); }
 
 constexpr float SCALE = 0.04419417382415922f;  // 512^-0.5
@@ -113,12 +116,33 @@ __device__ __forceinline__ void finish(const AttentionParams& p, u32 (&words)[2]
     }
 }
 
-constexpr u32 PART = TILE * HEAD_DIM / 4;  // float4 of a run of 64 heads
+// Runs are stored as float16, each row of a half's 256 columns brought near 2^14 by a power of two: twelve bits or more of
+// its largest value, so that a block's runs stay in the L2 cache.
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ float2 half_values(u32 pair) {
+  float2 v;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(v.x), "=f"(v.y)
+      : "r"(pair));
+  return v;
+}
 
-// Where a thread keeps its fragments of a run: float4 i of 32 is i * 128 further, the threads side by side.
-__device__ __forceinline__ float4* part_of(const AttentionParams& p, u32 row, u32 run, u32 block, u32 half, u32 thread) {
+// What a row of 256 columns with this largest magnitude is multiplied by, and its inverse.
+__device__ __forceinline__ float2 part_scale(u32 magnitude) {
+  const u32 exponent = min(268 - (magnitude >> 23), 253u);
+  return make_float2(__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23));
+}
+
+constexpr u32 PART = TILE * HEAD_DIM / 8;  // uint4 of a run of 64 heads: 8 values of two fragments
+
+// Where a thread keeps its fragments of a run: uint4 i of 16 is i * 128 further, the threads side by side.
+__device__ __forceinline__ uint4* part_of(const AttentionParams& p, u32 row, u32 run, u32 block, u32 half, u32 thread) {
   const u64 blocks = (p.heads + TILE - 1) / TILE;
-  return reinterpret_cast<float4*>(p.part_out) + ((u64(row) * MAX_SPLITS + run) * blocks + block) * PART +
+  return reinterpret_cast<uint4*>(p.part_out) + ((u64(row) * MAX_SPLITS + run) * blocks + block) * PART +
          half * (PART / 2) + thread;
 }
 
@@ -135,11 +159,15 @@ __device__ __forceinline__ float weights_of(const AttentionParams& p, u32 head, 
   return 1.0f / (total + expf(p.sink[min(head, p.heads - 1)] - highest));
 }
 
-__device__ __forceinline__ void add_part(float* v, float4 x, const float (&weight)[2]) {
-  v[0] = fmaf(x.x, weight[0], v[0]);
-  v[1] = fmaf(x.y, weight[0], v[1]);
-  v[2] = fmaf(x.z, weight[1], v[2]);
-  v[3] = fmaf(x.w, weight[1], v[3]);
+// v += two fragments, `weight` that of each of the two rows
+__device__ __forceinline__ void add_part(float* v, uint4 x, const float (&weight)[2]) {
+  const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 pair = half_values(words[i]);
+    v[i * 2] = fmaf(pair.x, weight[i % 2], v[i * 2]);
+    v[i * 2 + 1] = fmaf(pair.y, weight[i % 2], v[i * 2 + 1]);
+  }
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -330,39 +358,56 @@ __device__ __forceinline__ void decode_rows(u8* shared) {
   release(base + FULL + tile % 2 * 8);
 }
 
+// Fragments i and i + 1 of a run as they are stored.
+__device__ __forceinline__ uint4 part_at(const float (&o)[128], int i, const float2 (&scale)[2]) {
+  u32 words[4];
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    words[k] = half_pair(o[i * 4 + k * 2] * scale[k % 2].x, o[i * 4 + k * 2 + 1] * scale[k % 2].x);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Adds the runs before the last, which is in `o`. They come through `place`, 32 KB of shared memory: each thread waits for
-// copies of its own only, three steps of four fragments ahead.
-__device__ __forceinline__ void join(float (&o)[128], const float4* part, u32 runs, const float2* sums, u8* place) {
+// copies of its own only, seven steps of four fragments ahead. `sums` have the weights, `factors` what undoes the scaling.
+__device__ __forceinline__ void join(float (&o)[128], const float2 (&scale)[2], const uint4* part, u32 runs,
+                                     const float2* sums, const float* factors, u8* place) {
   const u32 thread = threadIdx.x % 128, slots = shared_address(place) + thread * 16;
-  const float4* from = part;
+  const uint4* from = part;
   u32 sent = 0, run = 0;
   auto send = [&] {
     if (sent < 8 * (runs - 1)) {
 #pragma unroll
-      for (int k = 0; k < 4; k++) copy_async(slots + (sent % 4 * 4 + k) * 2048, from + run * PART + k * 128, true);
+      for (int k = 0; k < 2; k++) copy_async(slots + (sent % 8 * 2 + k) * 2048, from + run * PART + k * 128, true);
       sent++;
-      if (++run + 1 == runs) run = 0, from += 4 * 128;
+      if (++run + 1 == runs) run = 0, from += 2 * 128;
     }
     commit_copies();
   };
+  auto weights = [&](u32 r, float (&weight)[2]) {
+    weight[0] = sums[r * TILE].x * factors[r * TILE];
+    weight[1] = sums[r * TILE + 8].x * factors[r * TILE + 8];
+  };
   asm volatile("fence.acq_rel.cta;" ::: "memory");  // the thread's own stores come before its copies
-  for (int i = 0; i < 3; i++) send();
+  for (int i = 0; i < 7; i++) send();
   u32 step = 0;
+  float weight[2];
 #pragma unroll
-  for (int i = 0; i < 128; i += 16) {
+  for (int i = 0; i < 32; i += 4) {
     float v[16] = {};
 #pragma unroll 1
     for (u32 r = 0; r + 1 < runs; r++, step++) {
       send();
-      wait_copies<3>();
-      const float weight[2] = {sums[r * TILE].x, sums[r * TILE + 8].x};
+      wait_copies<7>();
+      weights(r, weight);
 #pragma unroll
-      for (int k = 0; k < 4; k++)
-        add_part(v + k * 4, *reinterpret_cast<const float4*>(place + thread * 16 + (step % 4 * 4 + k) * 2048), weight);
+      for (int k = 0; k < 2; k++)
+        add_part(v + k * 8, *reinterpret_cast<const uint4*>(place + thread * 16 + (step % 8 * 2 + k) * 2048), weight);
     }
-    const float weight[2] = {sums[(runs - 1) * TILE].x, sums[(runs - 1) * TILE + 8].x};
+    weights(runs - 1, weight);
 #pragma unroll
-    for (int k = 0; k < 16; k++) o[i + k] = fmaf(o[i + k], weight[k / 2 % 2], v[k]);
+    for (int k = 0; k < 2; k++) add_part(v + k * 8, part_at(o, i + k * 2, scale), weight);
+#pragma unroll
+    for (int k = 0; k < 16; k++) o[i * 4 + k] = v[k];
   }
   wait_copies<0>();
 }
@@ -374,21 +419,37 @@ __device__ __forceinline__ void end_run(const HopperParams& h, float (&o)[128], 
   const u32 thread = threadIdx.x % 128, low = thread / 32 * 16 + thread % 32 / 4;
   const u32 run = note.w & 0xFFFF, runs = note.w >> 16, head = note.y * TILE + low;
   if (runs > 1) {
-    // a block that adds up itself uses the same places for every item: they stay in the L2 cache
+    u32 magnitude[2] = {};
+#pragma unroll
+    for (int i = 0; i < 128; i++) magnitude[i / 2 % 2] = max(magnitude[i / 2 % 2], magnitude_bits(o[i]));
+    const float2 scale[2] = {part_scale(warp_max<4>(magnitude[0])), part_scale(warp_max<4>(magnitude[1]))};
+    float* const factors = reinterpret_cast<float*>(shared + AT_FACTORS) + half * MOST_RUNS * TILE + low;
     const bool alone = h.pieces == 1;
-    float4* part = alone ? reinterpret_cast<float4*>(p.part_out) + u64(blockIdx.x) * MAX_SPLITS * PART +
-                               half * (PART / 2) + thread
-                         : part_of(p, note.x, run, note.y, half, thread);
+    if (thread % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        if (alone)
+          factors[run * TILE + i * 8] = scale[i].y;
+        else if (head + i * 8 < p.heads)
+          reinterpret_cast<float*>(p.part_sums + (u64(note.x) * MAX_SPLITS + FACTORS_AT + run) * p.heads + head + i * 8)[half] =
+              scale[i].y;
+      }
+    }
+    __syncwarp();
+    // a block that adds up itself uses the same places for every item: they stay in the L2 cache
+    uint4* part = alone ? reinterpret_cast<uint4*>(p.part_out) + u64(blockIdx.x) * MAX_SPLITS * PART + half * (PART / 2) +
+                              thread
+                        : part_of(p, note.x, run, note.y, half, thread);
     if (!alone || run + 1 < runs) {
       if (alone) part += run * PART;
 #pragma unroll
-      for (int i = 0; i < 32; i++) part[i * 128] = make_float4(o[i * 4], o[i * 4 + 1], o[i * 4 + 2], o[i * 4 + 3]);
+      for (int i = 0; i < 32; i += 2) part[i / 2 * 128] = part_at(o, i, scale);
       return;
     }
-    join(o, part, runs, reinterpret_cast<const float2*>(shared + AT_SUMS) + low, place);
+    join(o, scale, part, runs, reinterpret_cast<const float2*>(shared + AT_SUMS) + low, factors, place);
   }
-  const float* factors = reinterpret_cast<const float*>(shared + AT_FADES);
-  const float factor[2] = {factors[low], factors[low + 8]};
+  const float* inverses = reinterpret_cast<const float*>(shared + AT_FADES);
+  const float factor[2] = {inverses[low], inverses[low + 8]};
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     u32 words[2][16];
@@ -441,32 +502,41 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
         if (i / 4 * 8 + quad * 2 + i % 2 >= valid) s[i] = minus_infinity();
     }
     if (fresh) top[0] = top[1] = minus_infinity(), sum[0] = sum[1] = 0.0f;
-    float fade[2];
+    float highest[2], fade[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float highest = top[half];
+      float pairs[8];
 #pragma unroll
-      for (int i = 0; i < 32; i += 4) highest = fmaxf(highest, fmaxf(s[i + half * 2], s[i + half * 2 + 1]));
-      highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 2));
-      // weights up to 2^8 do no harm and save rescaling the output
-      fade[half] = 1.0f;
-      if (fresh || (highest - top[half]) * (SCALE * LOG2_E) > 8.0f) {
-        fade[half] = exp2_of((top[half] - highest) * (SCALE * LOG2_E));
-        top[half] = highest;
-      }
-      const float offset = top[half] * (SCALE * LOG2_E);
-      float mine = 0.0f;
+      for (int i = 0; i < 8; i++) pairs[i] = fmaxf(s[i * 4 + half * 2], s[i * 4 + half * 2 + 1]);
 #pragma unroll
-      for (int i = 0; i < 32; i += 4)
+      for (int step = 4; step > 0; step /= 2)
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-          float& x = s[i + half * 2 + k];
-          x = exp2_of(fmaf(x, SCALE * LOG2_E, -offset));
-          mine += x;
-        }
-      sum[half] = fmaf(sum[half], fade[half], mine);
+        for (int i = 0; i < step; i++) pairs[i] = fmaxf(pairs[i], pairs[i + step]);
+      highest[half] = fmaxf(top[half], pairs[0]);
     }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        highest[half] = fmaxf(highest[half], __shfl_xor_sync(ALL, highest[half], step));
+    float part[2][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      // weights up to 2^8 do no harm and save rescaling the output
+      const bool rises = fresh || (highest[half] - top[half]) * (SCALE * LOG2_E) > 8.0f;
+      fade[half] = rises ? exp2_of((top[half] - highest[half]) * (SCALE * LOG2_E)) : 1.0f;
+      top[half] = rises ? highest[half] : top[half];
+      const float offset = top[half] * (SCALE * LOG2_E);
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        float& x = s[i / 2 * 4 + half * 2 + i % 2];
+        x = exp2_of(fmaf(x, SCALE * LOG2_E, -offset));
+        part[half][i % 4] += x;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      sum[half] = fmaf(sum[half], fade[half], (part[half][0] + part[half][1]) + (part[half][2] + part[half][3]));
     u32 weights[4][4];
 #pragma unroll
     for (int step = 0; step < 4; step++)
@@ -627,41 +697,49 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_
 extern "C" __global__ void __launch_bounds__(512) attend_hopper_join(const __grid_constant__ AttentionParams p) {
   __shared__ u32 magnitudes[2][4][TILE / 2];
   __shared__ float2 sums[MOST_RUNS][TILE];
+  __shared__ float undo[MOST_RUNS][TILE], factors[TILE];
   wait_for_inputs();
   const u32 group = blockIdx.x % 4, block = blockIdx.x / 4, row = blockIdx.y;
   const u32 thread = threadIdx.x % 128, quarter = threadIdx.x / 128;
   const float2* from = p.part_sums + u64(row) * MAX_SPLITS * p.heads;
-  const float4* part = part_of(p, row, 0, block, group / 2, thread) + (group % 2 * 16 + quarter * 4) * 128;
+  const uint4* part = part_of(p, row, 0, block, group / 2, thread) + (group % 2 * 8 + quarter * 2) * 128;
   const u64 step = u64((p.heads + TILE - 1) / TILE) * PART;
   // what is needed in any case is asked for before the number of runs is known
   constexpr int EARLY = 2;
-  float4 early[EARLY][4];
+  uint4 early[EARLY][2];
 #pragma unroll
   for (int r = 0; r < EARLY; r++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) early[r][i] = part[r * step + i * 128];
+    for (int i = 0; i < 2; i++) early[r][i] = part[r * step + i * 128];
   const u32 runs = u32(from[RUNS_AT * p.heads].x);
   if (runs == 1) return;
-  for (u32 i = threadIdx.x; i < runs * TILE; i += 512)
-    sums[i / TILE][i % TILE] = from[i / TILE * p.heads + min(block * TILE + i % TILE, p.heads - 1)];
+  for (u32 i = threadIdx.x; i < runs * TILE; i += 512) {
+    const u32 at = i / TILE * p.heads + min(block * TILE + i % TILE, p.heads - 1);
+    sums[i / TILE][i % TILE] = from[at];
+    const float2 both = from[FACTORS_AT * p.heads + at];
+    undo[i / TILE][i % TILE] = group / 2 ? both.y : both.x;
+  }
   __syncthreads();
   const u32 low = thread / 32 * 16 + thread % 32 / 4, head = block * TILE + low;
-  __shared__ float factors[TILE];
   if (threadIdx.x < TILE)
     factors[threadIdx.x] = weights_of(p, block * TILE + threadIdx.x, &sums[0][threadIdx.x], TILE, runs);
   __syncthreads();
-  float v[16] = {};
+  float v[16] = {}, weight[2];
+  auto weights = [&](u32 r) {
+    weight[0] = sums[r][low].x * undo[r][low];
+    weight[1] = sums[r][low + 8].x * undo[r][low + 8];
+  };
 #pragma unroll
   for (int r = 0; r < EARLY; r++) {
-    const float weight[2] = {sums[r][low].x, sums[r][low + 8].x};
+    weights(r);
 #pragma unroll
-    for (int i = 0; i < 4; i++) add_part(v + i * 4, early[r][i], weight);
+    for (int i = 0; i < 2; i++) add_part(v + i * 8, early[r][i], weight);
   }
 #pragma unroll 4
   for (u32 r = EARLY; r < runs; r++) {
-    const float weight[2] = {sums[r][low].x, sums[r][low + 8].x};
+    weights(r);
 #pragma unroll
-    for (int i = 0; i < 4; i++) add_part(v + i * 4, part[r * step + i * 128], weight);
+    for (int i = 0; i < 2; i++) add_part(v + i * 8, part[r * step + i * 128], weight);
   }
   u32 words[2][4];
 #pragma unroll
