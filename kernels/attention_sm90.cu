@@ -146,15 +146,18 @@ __device__ __forceinline__ uint4* part_of(const AttentionParams& p, u32 row, u32
          half * (PART / 2) + thread;
 }
 
-// Makes (maximum, sum) of a row's runs, `pitch` apart, (weight, sum); returns the inverse of the sum of all weights of keys,
-// the sink's included. Adding up is the same wherever it happens: v = fma(run, weight, v), in order.
-__device__ __forceinline__ float weights_of(const AttentionParams& p, u32 head, float2* sums, u32 pitch, u32 runs) {
+// Tells the weights of a row's runs, whose (maximum, sum) are `pitch` apart; returns the inverse of the sum of all weights
+// of keys, the sink's included. Adding up is the same wherever it happens: v = fma(run, weight, v), in order.
+template <typename Tell>
+__device__ __forceinline__ float weights_of(const AttentionParams& p, u32 head, const float2* sums, u32 pitch, u32 runs,
+                                            Tell tell) {
   float highest = minus_infinity(), total = 0.0f;
   for (u32 r = 0; r < runs; r++) highest = fmaxf(highest, sums[r * pitch].x);
   for (u32 r = 0; r < runs; r++) {
-    float2& run = sums[r * pitch];
-    run.x = expf(run.x - highest);
-    total = fmaf(run.y, run.x, total);
+    const float2 run = sums[r * pitch];
+    const float weight = expf(run.x - highest);
+    total = fmaf(run.y, weight, total);
+    tell(r, weight);
   }
   return 1.0f / (total + expf(p.sink[min(head, p.heads - 1)] - highest));
 }
@@ -212,60 +215,67 @@ __device__ __forceinline__ u64 row_of(const AttentionParams& p, const Item& m, b
   return u64(p.entries.row(m.index, entry, NARROW_ROWS, ROW_BYTES));
 }
 
-// Two warps look up the rows of coming tiles; each thread has one.
+// Sends for an item's queries; their arrival is the barrier's.
+__device__ __forceinline__ void fetch_queries(const AttentionParams& p, u32 row, u32 block, u32 base) {
+  const u32 lane = threadIdx.x % 32, heads = min(p.heads - block * TILE, TILE);
+  const u16* q = p.q + (u64(row) * p.heads + block * TILE) * HEAD_DIM + lane * 8;
+  const u32 to = base + AT_Q + lane / 8 * BLOCK_BYTES + lane % 8 * 16;
+#pragma unroll 1
+  for (u32 head = 0; head < TILE; head += 8)
+#pragma unroll
+    for (u32 i = 0; i < 8; i++)
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        const bool is_head = head + i < heads;
+        const u16* from = q + (is_head ? (head + i) * HEAD_DIM : 0) + half * (HEAD_DIM / 2);
+        copy_async((to ^ i << 4) + (head + i) * BLOCK_ROW + half * 4 * BLOCK_BYTES, from, is_head);
+      }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(base + Q_FULL) : "memory");
+}
+
+// A warp looks up the rows of coming tiles, two a lane, and sends for queries: when the first rows of their item are known,
+// and those of the item before are done with.
 __device__ __forceinline__ void plan(const HopperParams& h, u8* shared) {
   const AttentionParams& p = h.attention;
-  const u32 base = shared_address(shared), thread = threadIdx.x % 128;
+  const u32 base = shared_address(shared), lane = threadIdx.x % 32;
   uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
-  u64* const rows = reinterpret_cast<u64*>(shared + AT_ROWS) + thread;
-  u32 count = 0;
-  u64 row = 0;
+  u64* const rows = reinterpret_cast<u64*>(shared + AT_ROWS) + lane;
+  u64 row[2] = {u64(p.q), u64(p.q)};  // what is loaded behind the last tile is not looked at
+  u32 count = 0, items = 0;
   for (u32 number = blockIdx.x; number < h.items; number += gridDim.x) {
     Item m = item_of(h, number);
+    if (m.begin == m.end) continue;
     u32 run_end = (m.run + 1) * m.t.total / m.runs;
+    const u32 asks = min(m.begin + (items > 0), m.end - 1);
     for (u32 tile = m.begin; tile < m.end; tile++, count++) {
       const bool in_window = tile < m.t.window_tiles;
       const u32 first = (in_window ? tile : tile - m.t.window_tiles) * TILE;
       const u32 valid = min((in_window ? m.t.in_window : m.t.entries) - first, TILE);
       // rows behind the last repeat it: their weights are zero
-      row = row_of(p, m, in_window, first + min(thread, valid - 1));
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) row[i] = row_of(p, m, in_window, first + min(lane + i * 32, valid - 1));
       if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
-      rows[count % NOTES * TILE] = row;
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) rows[count % NOTES * TILE + i * 32] = row[i];
       const bool run_ends = tile + 1 == run_end;
-      if (thread == 0) {
+      if (lane == 0) {
         const u32 flags = (tile == m.begin ? FIRST : 0) | (tile + 1 == m.end ? LAST : 0) | (run_ends ? RUN_ENDS : 0);
         notes[count % NOTES] = make_uint4(m.row, m.block, valid | flags, m.run | m.runs << 16);
       }
       release(base + PLANNED + count % NOTES * 8);
       if (run_ends) run_end = (++m.run + 1) * m.t.total / m.runs;
+      if (tile != asks) continue;
+      if (items > 0) barrier_wait(base + Q_EMPTY, (items - 1) % 2);
+      fetch_queries(p, m.row, m.block, base);
+      items++;
     }
   }
   if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
-  rows[count % NOTES * TILE] = row;
-  if (thread == 0) notes[count % NOTES] = make_uint4(0, 0, STOP, 0);
+#pragma unroll
+  for (u32 i = 0; i < 2; i++) rows[count % NOTES * TILE + i * 32] = row[i];
+  if (lane == 0) notes[count % NOTES] = make_uint4(0, 0, STOP, 0);
   release(base + PLANNED + count % NOTES * 8);
-}
-
-// Two warps fetch the queries of coming items.
-__device__ __forceinline__ void fetch_queries(const HopperParams& h, u8* shared) {
-  const AttentionParams& p = h.attention;
-  const u32 base = shared_address(shared), thread = threadIdx.x % 64;
-  u32 count = 0;
-  for (u32 number = blockIdx.x; number < h.items; number += gridDim.x) {
-    const Item m = item_of(h, number);
-    if (m.begin == m.end) continue;
-    if (count > 0) barrier_wait(base + Q_EMPTY, (count - 1) % 2);
-    const u16* q = p.q + (u64(m.row) * p.heads + m.block * TILE) * HEAD_DIM;
-    const u32 heads = min(p.heads - m.block * TILE, TILE);
-#pragma unroll 4
-    for (u32 head = 0; head < TILE; head++)
-      copy_async(base + AT_Q + thread / 8 * BLOCK_BYTES + block_offset(head, thread % 8),
-                 q + (head < heads ? head * HEAD_DIM + thread * 8 : 0), head < heads);
-    commit_copies();
-    wait_copies<0>();
-    release(base + Q_FULL);
-    count++;
-  }
+  wait_copies<0>();
 }
 
 // A factor for E4M3 codes that lie as bfloat16 bits: 2^120 times the scale.
@@ -295,67 +305,65 @@ __device__ __forceinline__ u64 load_word(u64 address) {
   return v;
 }
 
-// The decoding warpgroup. Eight threads have a row, in four passes of 16 rows; while a tile is stored, the next is loaded.
+// Three warps decode. A warp takes four rows at a time, eight lanes a row; every third such group is its own, whatever tile
+// it lies in. While a group is stored, the four behind it are being loaded.
 __device__ __forceinline__ void decode_rows(u8* shared) {
+  constexpr u32 WARPS = 3, SLOTS = 4, GROUPS = TILE / 4;
   u32 base = shared_address(shared);
   asm volatile("" : "+r"(base));  // kept, not found again at each use
-  const u32 thread = threadIdx.x % 128, j = thread % 8;
-  const u32 rows = base + AT_ROWS + thread / 8 * 8;
-  u64 codes[4][7], ropes[4][2], scales[4];
-  auto load = [&](int pass, u32 tile) {
-    const u64 row = load_shared(rows + tile % NOTES * (TILE * 8) + pass * 128);
+  const u32 lane = threadIdx.x % 32, j = lane % 8, warp = threadIdx.x / 32 % 4 - 1;
+  u64 codes[SLOTS][7], ropes[SLOTS][2], scales[SLOTS];
+  auto load = [&](u32 slot, u32 group) {
+    const u32 tile = group / GROUPS;
+    // each warp has groups of every tile: its first one finds out whether the rows are known
+    if (group % GROUPS < WARPS) barrier_wait(base + PLANNED + tile % NOTES * 8, tile / NOTES % 2);
+    const u64 row = load_shared(base + AT_ROWS + (tile % NOTES * TILE + group % GROUPS * 4 + lane / 8) * 8);
 #pragma unroll
-    for (int c = 0; c < 7; c++) codes[pass][c] = load_word(row + c * 64 + j * 8);
+    for (int c = 0; c < 7; c++) codes[slot][c] = load_word(row + c * 64 + j * 8);
 #pragma unroll
-    for (int c = 0; c < 2; c++) ropes[pass][c] = load_word(row + NOPE_DIM + j * 16 + c * 8);
-    scales[pass] = load_word(row + NOPE_DIM + 2 * ROPE_DIM);
+    for (int c = 0; c < 2; c++) ropes[slot][c] = load_word(row + NOPE_DIM + j * 16 + c * 8);
+    scales[slot] = load_word(row + NOPE_DIM + 2 * ROPE_DIM);
   };
-  auto store = [&](int pass, u32 at) {
-    const bool large = any_large(scales[pass]);
-    const u64 known = large ? 0x7F7F7F7F7F7F7Full : scales[pass];
+  auto store = [&](u32 slot, u32 at) {
+    const bool large = any_large(scales[slot]);
+    const u64 known = large ? 0x7F7F7F7F7F7F7Full : scales[slot];
 #pragma unroll
     for (int c = 0; c < 7; c++)
-      store_shared(at + c * BLOCK_BYTES, decode(codes[pass][c], code_factor(u32(known >> (8 * c)) & 0xFF)));
-    store_shared(at + 7 * BLOCK_BYTES, make_uint4(u32(ropes[pass][0]), u32(ropes[pass][0] >> 32), u32(ropes[pass][1]),
-                                                  u32(ropes[pass][1] >> 32)));
+      store_shared(at + c * BLOCK_BYTES, decode(codes[slot][c], code_factor(u32(known >> (8 * c)) & 0xFF)));
+    store_shared(at + 7 * BLOCK_BYTES, make_uint4(u32(ropes[slot][0]), u32(ropes[slot][0] >> 32), u32(ropes[slot][1]),
+                                                  u32(ropes[slot][1] >> 32)));
     if (large) {
 #pragma unroll 1
       for (int c = 0; c < 7; c++) {
-        const u32 scale = e8m0_pair(u8(scales[pass] >> (8 * c)));
+        const u32 scale = e8m0_pair(u8(scales[slot] >> (8 * c)));
         const u64 low = load_shared(at + c * BLOCK_BYTES), high = load_shared(at + c * BLOCK_BYTES + 8);
         store_shared(at + c * BLOCK_BYTES, make_uint4(bf16_mul(u32(low), scale), bf16_mul(u32(low >> 32), scale),
                                                       bf16_mul(u32(high), scale), bf16_mul(u32(high >> 32), scale)));
       }
     }
   };
-  // whether there is such a tile
-  auto planned = [&](u32 tile) -> bool {
-    barrier_wait(base + PLANNED + tile % NOTES * 8, tile / NOTES % 2);
-    return u32(load_shared(base + AT_NOTES + tile % NOTES * 16 + 8)) != STOP;
-  };
 
-  u32 tile = 0;
-  bool more = planned(0);
-  if (more) {
+  u32 group = warp, tile = 0;
 #pragma unroll
-    for (int pass = 0; pass < 4; pass++) load(pass, 0);
-  }
-  for (; more; tile++) {
-    more = planned(tile + 1);
-    const u32 buffer = tile % 2;
-    barrier_wait(base + EMPTY + buffer * 8, tile / 2 % 2 ^ 1);
-    // the others have left that tile for good
-    if (tile >= 3) release(base + UNPLANNED + (tile - 3) % NOTES * 8);
-    const u32 at = base + AT_K + buffer * OPERAND + block_offset(thread / 8, j);
+  for (u32 slot = 0; slot < SLOTS; slot++) load(slot, group + slot * WARPS);
+  for (;;) {
 #pragma unroll
-    for (int pass = 0; pass < 4; pass++) {
-      store(pass, at + pass * 16 * BLOCK_ROW);
-      load(pass, tile + 1);  // behind the last tile stands a copy of its rows
+    for (u32 slot = 0; slot < SLOTS; slot++, group += WARPS) {
+      if (group % GROUPS < WARPS) {
+        tile = group / GROUPS;
+        if (tile > 0) release(base + FULL + (tile - 1) % 2 * 8);
+        barrier_wait(base + EMPTY + tile % 2 * 8, tile / 2 % 2 ^ 1);
+        // the others have left that tile for good
+        if (tile >= 3) release(base + UNPLANNED + (tile - 3) % NOTES * 8);
+        if (u32(load_shared(base + AT_NOTES + tile % NOTES * 16 + 8)) == STOP) {
+          release(base + FULL + tile % 2 * 8);
+          return;
+        }
+      }
+      store(slot, base + AT_K + tile % 2 * OPERAND + block_offset(group % GROUPS * 4 + lane / 8, j));
+      load(slot, group + SLOTS * WARPS);  // behind the last tile stands a copy of its rows
     }
-    release(base + FULL + buffer * 8);
   }
-  barrier_wait(base + EMPTY + tile % 2 * 8, tile / 2 % 2 ^ 1);
-  release(base + FULL + tile % 2 * 8);
 }
 
 // Fragments i and i + 1 of a run as they are stored.
@@ -368,9 +376,9 @@ __device__ __forceinline__ uint4 part_at(const float (&o)[128], int i, const flo
 }
 
 // Adds the runs before the last, which is in `o`. They come through `place`, 32 KB of shared memory: each thread waits for
-// copies of its own only, seven steps of four fragments ahead. `sums` have the weights, `factors` what undoes the scaling.
+// copies of its own only, seven steps of four fragments ahead. `factors` are the runs' weights and undo the scaling.
 __device__ __forceinline__ void join(float (&o)[128], const float2 (&scale)[2], const uint4* part, u32 runs,
-                                     const float2* sums, const float* factors, u8* place) {
+                                     const float* factors, u8* place) {
   const u32 thread = threadIdx.x % 128, slots = shared_address(place) + thread * 16;
   const uint4* from = part;
   u32 sent = 0, run = 0;
@@ -384,8 +392,8 @@ __device__ __forceinline__ void join(float (&o)[128], const float2 (&scale)[2], 
     commit_copies();
   };
   auto weights = [&](u32 r, float (&weight)[2]) {
-    weight[0] = sums[r * TILE].x * factors[r * TILE];
-    weight[1] = sums[r * TILE + 8].x * factors[r * TILE + 8];
+    weight[0] = factors[r * TILE];
+    weight[1] = factors[r * TILE + 8];
   };
   asm volatile("fence.acq_rel.cta;" ::: "memory");  // the thread's own stores come before its copies
   for (int i = 0; i < 7; i++) send();
@@ -418,13 +426,15 @@ __device__ __forceinline__ void end_run(const HopperParams& h, float (&o)[128], 
   const AttentionParams& p = h.attention;
   const u32 thread = threadIdx.x % 128, low = thread / 32 * 16 + thread % 32 / 4;
   const u32 run = note.w & 0xFFFF, runs = note.w >> 16, head = note.y * TILE + low;
+  float* const factors = reinterpret_cast<float*>(shared + AT_FACTORS) + half * MOST_RUNS * TILE + low;
+  const bool alone = h.pieces == 1;
+  float2 scale[2];
   if (runs > 1) {
     u32 magnitude[2] = {};
 #pragma unroll
     for (int i = 0; i < 128; i++) magnitude[i / 2 % 2] = max(magnitude[i / 2 % 2], magnitude_bits(o[i]));
-    const float2 scale[2] = {part_scale(warp_max<4>(magnitude[0])), part_scale(warp_max<4>(magnitude[1]))};
-    float* const factors = reinterpret_cast<float*>(shared + AT_FACTORS) + half * MOST_RUNS * TILE + low;
-    const bool alone = h.pieces == 1;
+    scale[0] = part_scale(warp_max<4>(magnitude[0]));
+    scale[1] = part_scale(warp_max<4>(magnitude[1]));
     if (thread % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -435,21 +445,26 @@ __device__ __forceinline__ void end_run(const HopperParams& h, float (&o)[128], 
               scale[i].y;
       }
     }
-    __syncwarp();
-    // a block that adds up itself uses the same places for every item: they stay in the L2 cache
-    uint4* part = alone ? reinterpret_cast<uint4*>(p.part_out) + u64(blockIdx.x) * MAX_SPLITS * PART + half * (PART / 2) +
-                              thread
-                        : part_of(p, note.x, run, note.y, half, thread);
-    if (!alone || run + 1 < runs) {
-      if (alone) part += run * PART;
-#pragma unroll
-      for (int i = 0; i < 32; i += 2) part[i / 2 * 128] = part_at(o, i, scale);
-      return;
-    }
-    join(o, scale, part, runs, reinterpret_cast<const float2*>(shared + AT_SUMS) + low, factors, place);
   }
-  const float* inverses = reinterpret_cast<const float*>(shared + AT_FADES);
-  const float factor[2] = {inverses[low], inverses[low + 8]};
+  // a block that adds up itself uses the same places for every item: they stay in the L2 cache
+  uint4* part = alone ? reinterpret_cast<uint4*>(p.part_out) + u64(blockIdx.x) * MAX_SPLITS * PART + half * (PART / 2) + thread
+                      : part_of(p, note.x, run, note.y, half, thread);
+  if (runs > 1 && (!alone || run + 1 < runs)) {
+    if (alone) part += run * PART;
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) part[i / 2 * 128] = part_at(o, i, scale);
+    return;
+  }
+  const float2* sums = reinterpret_cast<const float2*>(shared + AT_SUMS) + low;
+  float factor[2];
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    factor[i] = weights_of(p, head + i * 8, sums + i * 8, TILE, runs, [&](u32 r, float weight) {
+      if (runs > 1 && thread % 4 == 0) factors[r * TILE + i * 8] *= weight;
+    });
+  __syncwarp();
+  if (runs > 1) join(o, scale, part, runs, factors, place);
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     u32 words[2][16];
@@ -462,7 +477,7 @@ __device__ __forceinline__ void end_run(const HopperParams& h, float (&o)[128], 
   }
 }
 
-// Scores, weights and the left half of the output.
+// Scores and weights.
 __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
   const AttentionParams& p = h.attention;
   const u32 base = shared_address(shared), thread = threadIdx.x, lane = thread % 32, quad = lane % 4;
@@ -473,10 +488,10 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
   const u32 q_blocks = along_columns(base + AT_Q);
   const u32 p_address = base + AT_P + block_offset(thread / 32 * 16 + lane % 16, lane / 16);
 
-  float o[128] = {}, top[2], sum[2];
-  u32 count = 0, queries = 0, messages = 0;
+  float top[2], sum[2];
+  u32 queries = 0;
   bool fresh = true;
-  for (;; count++) {
+  for (u32 count = 0;; count++) {
     const u32 buffer = count % 2;
     barrier_wait(base + FULL + buffer * 8, count / 2 % 2);
     const u32 flags = notes[count % NOTES].z;
@@ -542,67 +557,38 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
     for (int step = 0; step < 4; step++)
 #pragma unroll
       for (int i = 0; i < 4; i++) weights[step][i] = bf16_pair(s[step * 8 + i * 2], s[step * 8 + i * 2 + 1]);
-    barrier_wait(base + P_EMPTY, messages % 2 ^ 1);
+    barrier_wait(base + P_EMPTY, count % 2 ^ 1);
 #pragma unroll
     for (int step = 0; step < 4; step++) store_matrices(p_address ^ step << 5, weights[step]);
     if (quad == 0) {
       fades[low] = fade[0];
       fades[low + 8] = fade[1];
     }
-    release(base + P_FULL);
-    messages++;
-
-    if (!fresh && __any_sync(ALL, fade[0] != 1.0f || fade[1] != 1.0f)) {
-#pragma unroll
-      for (int i = 0; i < 128; i++) o[i] *= fade[i / 2 % 2];
-    }
-    const u32 values = uniform(along_rows(base + AT_K + buffer * OPERAND));
-    products_begin();
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-      product_128<0>(o, weights[step], values + step * (16 * BLOCK_ROW >> 4));
-      product_128<64>(o, weights[step], values + (2 * BLOCK_BYTES + step * 16 * BLOCK_ROW >> 4));
-    }
-    products_commit();
-    products_wait<0>();
     fresh = flags & RUN_ENDS;
-    if (!fresh) {
-      release(base + EMPTY + buffer * 8);
-      continue;
-    }
-    const uint4 note = notes[count % NOTES];
-    const u32 run = note.w & 0xFFFF, runs = note.w >> 16;
-    const bool joins = h.pieces == 1 && flags & LAST && runs > 1;
-    if (!joins) release(base + EMPTY + buffer * 8);
-    barrier_wait(base + P_EMPTY, messages % 2 ^ 1);
+    if (fresh) {
+      const uint4 note = notes[count % NOTES];
+      const u32 run = note.w & 0xFFFF, runs = note.w >> 16;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      sum[half] += __shfl_xor_sync(ALL, sum[half], 1);
-      sum[half] += __shfl_xor_sync(ALL, sum[half], 2);
-      if (quad != 0) continue;
-      const u32 row = low + half * 8, head = note.y * TILE + row;
-      const float2 mine = make_float2(top[half] * SCALE, sum[half]);
-      if (h.pieces > 1 && head < p.heads) {
-        float2* const parts = p.part_sums + u64(note.x) * MAX_SPLITS * p.heads + head;
-        parts[RUNS_AT * p.heads].x = runs;
-        parts[run * p.heads] = mine;
+      for (int half = 0; half < 2; half++) {
+        sum[half] += __shfl_xor_sync(ALL, sum[half], 1);
+        sum[half] += __shfl_xor_sync(ALL, sum[half], 2);
+        if (quad != 0) continue;
+        const u32 row = low + half * 8, head = note.y * TILE + row;
+        const float2 mine = make_float2(top[half] * SCALE, sum[half]);
+        sums[run * TILE + row] = mine;
+        if (h.pieces > 1 && head < p.heads) {
+          float2* const parts = p.part_sums + u64(note.x) * MAX_SPLITS * p.heads + head;
+          parts[RUNS_AT * p.heads].x = runs;
+          parts[run * p.heads] = mine;
+        }
       }
-      if (h.pieces > 1 && runs > 1) continue;
-      sums[run * TILE + row] = mine;
-      if (flags & LAST) fades[row] = weights_of(p, head, sums + row, TILE, runs);
     }
     release(base + P_FULL);
-    messages++;
-    end_run(h, o, note, 0, shared + AT_K + buffer * OPERAND, shared);
-    if (joins) release(base + EMPTY + buffer * 8);
-    // no value lives on beyond this
-#pragma unroll
-    for (int i = 0; i < 128; i++) o[i] = 0.0f;
   }
 }
 
-// The right half of the output.
-__device__ __forceinline__ void add_right(const HopperParams& h, u8* shared) {
+// Half of the output's columns.
+__device__ __forceinline__ void add_values(const HopperParams& h, u8* shared, u32 half) {
   const u32 base = shared_address(shared), thread = threadIdx.x % 128;
   const u32 low = thread / 32 * 16 + thread % 32 / 4;
   const uint4* notes = reinterpret_cast<const uint4*>(shared + AT_NOTES);
@@ -611,20 +597,19 @@ __device__ __forceinline__ void add_right(const HopperParams& h, u8* shared) {
 
   float o[128] = {};
   bool fresh = true;
-  u32 messages = 0;
   for (u32 count = 0;; count++) {
     const u32 buffer = count % 2;
     barrier_wait(base + FULL + buffer * 8, count / 2 % 2);
     const u32 flags = notes[count % NOTES].z;
     if (flags & STOP) break;
-    barrier_wait(base + P_FULL, messages++ % 2);
+    barrier_wait(base + P_FULL, count % 2);
     acquire();
     const float fade[2] = {fades[low], fades[low + 8]};
     if (!fresh && __any_sync(ALL, fade[0] != 1.0f || fade[1] != 1.0f)) {
 #pragma unroll
       for (int i = 0; i < 128; i++) o[i] *= fade[i / 2 % 2];
     }
-    const u32 values = uniform(along_rows(base + AT_K + buffer * OPERAND + 4 * BLOCK_BYTES));
+    const u32 place = AT_K + buffer * OPERAND + half * (OPERAND / 2), values = uniform(along_rows(base + place));
     products_begin();
 #pragma unroll
     for (int step = 0; step < 4; step++) {
@@ -633,19 +618,19 @@ __device__ __forceinline__ void add_right(const HopperParams& h, u8* shared) {
     }
     products_commit();
     products_wait<0>();
-    release(base + P_EMPTY);
     fresh = flags & RUN_ENDS;
     if (!fresh) {
+      release(base + P_EMPTY);
       release(base + EMPTY + buffer * 8);
       continue;
     }
     const uint4 note = notes[count % NOTES];
     const bool joins = h.pieces == 1 && flags & LAST && note.w >> 16 > 1;
     if (!joins) release(base + EMPTY + buffer * 8);
-    barrier_wait(base + P_FULL, messages++ % 2);
-    end_run(h, o, note, 1, shared + AT_K + buffer * OPERAND + OPERAND / 2, shared);
+    end_run(h, o, note, half, shared + place, shared);
     release(base + P_EMPTY);
     if (joins) release(base + EMPTY + buffer * 8);
+    // no value lives on beyond this
 #pragma unroll
     for (int i = 0; i < 128; i++) o[i] = 0.0f;
   }
@@ -657,36 +642,31 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_
   const u32 base = shared_address(shared);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < 2; i++) {
-      barrier_init(base + FULL + i * 8, 4);
+      barrier_init(base + FULL + i * 8, 3);
       barrier_init(base + EMPTY + i * 8, 8);
     }
-    barrier_init(base + Q_FULL, 2);
+    barrier_init(base + Q_FULL, 32);
     barrier_init(base + Q_EMPTY, 4);
     barrier_init(base + P_FULL, 4);
-    barrier_init(base + P_EMPTY, 4);
+    barrier_init(base + P_EMPTY, 8);
     for (u32 i = 0; i < NOTES; i++) {
-      barrier_init(base + PLANNED + i * 8, 2);
-      barrier_init(base + UNPLANNED + i * 8, 4);
+      barrier_init(base + PLANNED + i * 8, 1);
+      barrier_init(base + UNPLANNED + i * 8, 3);
     }
   }
   __syncthreads();
   wait_for_inputs();
   const u32 group = threadIdx.x / 128;
   if (group == 0) {
-    take_registers<208>();
+    give_registers<64>();
     score(h, shared);
-  } else if (group == 1) {
+  } else if (group < 3) {
     take_registers<160>();
-    add_right(h, shared);
-  } else if (group == 2) {
-    give_registers<112>();
-    decode_rows(shared);
+    add_values(h, shared, group - 1);
+  } else if (threadIdx.x / 32 % 4 == 0) {
+    plan(h, shared);
   } else {
-    give_registers<32>();
-    if (threadIdx.x % 128 < 64)
-      plan(h, shared);
-    else
-      fetch_queries(h, shared);
+    decode_rows(shared);
   }
 }
 
@@ -722,7 +702,8 @@ extern "C" __global__ void __launch_bounds__(512) attend_hopper_join(const __gri
   __syncthreads();
   const u32 low = thread / 32 * 16 + thread % 32 / 4, head = block * TILE + low;
   if (threadIdx.x < TILE)
-    factors[threadIdx.x] = weights_of(p, block * TILE + threadIdx.x, &sums[0][threadIdx.x], TILE, runs);
+    factors[threadIdx.x] = weights_of(p, block * TILE + threadIdx.x, &sums[0][threadIdx.x], TILE, runs,
+                                      [&](u32 r, float weight) { sums[r][threadIdx.x].x = weight; });
   __syncthreads();
   float v[16] = {}, weight[2];
   auto weights = [&](u32 r) {
