@@ -24,14 +24,13 @@ static_assert(RUNS_AT < MAX_SPLITS, "all have place");
 // Places in shared memory.
 constexpr u32 AT_Q = 0, AT_K = OPERAND, AT_P = 3 * OPERAND, AT_FADES = AT_P + BLOCK_BYTES;
 constexpr u32 AT_SUMS = AT_FADES + TILE * 4, AT_FACTORS = AT_SUMS + MOST_RUNS * TILE * 8;
-constexpr u32 AT_ROWS = AT_FACTORS + 2 * MOST_RUNS * TILE * 4;
-constexpr u32 AT_NOTES = AT_ROWS + NOTES * TILE * 8, AT_BARRIERS = AT_NOTES + NOTES * 16;
-constexpr u32 FULL = AT_BARRIERS, EMPTY = FULL + 16, Q_FULL = EMPTY + 16, Q_EMPTY = Q_FULL + 8, P_FULL = Q_EMPTY + 8;
-constexpr u32 P_EMPTY = P_FULL + 8, PLANNED = P_EMPTY + 8, UNPLANNED = PLANNED + NOTES * 8;
-constexpr u32 HOPPER_BYTES = UNPLANNED + NOTES * 8;
-static_assert(HOPPER_BYTES == 224832, "the launcher says the same");
+constexpr u32 AT_NOTES = AT_FACTORS + 2 * MOST_RUNS * TILE * 4;
+constexpr u32 AT_PLAN = AT_NOTES + NOTES * 16, PLAN_BYTES = 128 * 32 + 4 * 80;
+constexpr u32 FULL = AT_PLAN + PLAN_BYTES, EMPTY = FULL + 16, P_FULL = EMPTY + 16, P_EMPTY = P_FULL + 8;
+constexpr u32 HOPPER_BYTES = P_EMPTY + 8;
+static_assert(HOPPER_BYTES == 225008, "the launcher says the same");
 
-// What the planning warpgroup tells the others of a tile: row, head block, valid keys and flags, run and number of runs.
+// What the decoding warpgroup tells the others of a tile: row, head block, valid keys and flags, run and number of runs.
 constexpr u32 FIRST = 1 << 8;     // of the item
 constexpr u32 LAST = 1 << 9;      // of the item
 constexpr u32 RUN_ENDS = 1 << 10;
@@ -203,80 +202,137 @@ __device__ __forceinline__ Item item_of(const HopperParams& h, u32 number) {
   return m;
 }
 
-// Where row `at` of the window or of the entries lies.
-__device__ __forceinline__ u64 row_of(const AttentionParams& p, const Item& m, bool in_window, u32 at) {
-  if (in_window) {
-    const u32 q = m.t.first + at;
-    if (q >= m.start) return u64(p.staged) + u64(m.first_row + q - m.start) * ROW_BYTES;
-    return u64(p.ring.row(m.index, q % p.window, PAGE_ROWS, ROW_BYTES));
-  }
-  const u32 entry = p.selected ? p.selected[u64(m.row) * p.width + at] : at;
-  if (p.ratio == 4) return u64(p.entries.row(m.index, entry, PAGE_ROWS, ROW_BYTES));
-  return u64(p.entries.row(m.index, entry, NARROW_ROWS, ROW_BYTES));
+__device__ __forceinline__ void copy_index(u32* to, const u32* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
-// Sends for an item's queries; their arrival is the barrier's.
-__device__ __forceinline__ void fetch_queries(const AttentionParams& p, u32 row, u32 block, u32 base) {
-  const u32 lane = threadIdx.x % 32, heads = min(p.heads - block * TILE, TILE);
-  const u16* q = p.q + (u64(row) * p.heads + block * TILE) * HEAD_DIM + lane * 8;
-  const u32 to = base + AT_Q + lane / 8 * BLOCK_BYTES + lane % 8 * 16;
-#pragma unroll 1
-  for (u32 head = 0; head < TILE; head += 8)
-#pragma unroll
-    for (u32 i = 0; i < 8; i++)
-#pragma unroll
-      for (u32 half = 0; half < 2; half++) {
-        const bool is_head = head + i < heads;
-        const u16* from = q + (is_head ? (head + i) * HEAD_DIM : 0) + half * (HEAD_DIM / 2);
-        copy_async((to ^ i << 4) + (head + i) * BLOCK_ROW + half * 4 * BLOCK_BYTES, from, is_head);
-      }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(base + Q_FULL) : "memory");
-}
+__device__ __forceinline__ void prefetch(u64 address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// A warp looks up the rows of coming tiles, two a lane, and sends for queries: when the first rows of their item are known,
-// and those of the item before are done with.
-__device__ __forceinline__ void plan(const HopperParams& h, u8* shared) {
-  const AttentionParams& p = h.attention;
-  const u32 base = shared_address(shared), lane = threadIdx.x % 32;
-  uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
-  u64* const rows = reinterpret_cast<u64*>(shared + AT_ROWS) + lane;
-  u64 row[2] = {u64(p.q), u64(p.q)};  // what is loaded behind the last tile is not looked at
-  u32 count = 0, items = 0;
-  for (u32 number = blockIdx.x; number < h.items; number += gridDim.x) {
-    Item m = item_of(h, number);
-    if (m.begin == m.end) continue;
-    u32 run_end = (m.run + 1) * m.t.total / m.runs;
-    const u32 asks = min(m.begin + (items > 0), m.end - 1);
-    for (u32 tile = m.begin; tile < m.end; tile++, count++) {
-      const bool in_window = tile < m.t.window_tiles;
-      const u32 first = (in_window ? tile : tile - m.t.window_tiles) * TILE;
-      const u32 valid = min((in_window ? m.t.in_window : m.t.entries) - first, TILE);
-      // rows behind the last repeat it: their weights are zero
-#pragma unroll
-      for (u32 i = 0; i < 2; i++) row[i] = row_of(p, m, in_window, first + min(lane + i * 32, valid - 1));
-      if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
-#pragma unroll
-      for (u32 i = 0; i < 2; i++) rows[count % NOTES * TILE + i * 32] = row[i];
-      const bool run_ends = tile + 1 == run_end;
-      if (lane == 0) {
-        const u32 flags = (tile == m.begin ? FIRST : 0) | (tile + 1 == m.end ? LAST : 0) | (run_ends ? RUN_ENDS : 0);
-        notes[count % NOTES] = make_uint4(m.row, m.block, valid | flags, m.run | m.runs << 16);
-      }
-      release(base + PLANNED + count % NOTES * 8);
-      if (run_ends) run_end = (++m.run + 1) * m.t.total / m.runs;
-      if (tile != asks) continue;
-      if (items > 0) barrier_wait(base + Q_EMPTY, (items - 1) % 2);
-      fetch_queries(p, m.row, m.block, base);
-      items++;
+// Which tile comes next.
+struct Cursor {
+  u32 row, block, start, first_row, first, in_window, entries, window_tiles, ring, table;  // of the item
+  u32 runs, run, total, begin, end, run_end;
+  u32 number, tile, count, stop;  // the item's number, its next tile; tiles so far, and in all once that is known
+};
+
+// Looks up where rows of coming tiles lie, in steps of which each needs what the one before has asked for: the row's number,
+// its page, its address, and a tile later its bytes, which are in the L2 cache by then. Each warp of the decoding warpgroup
+// does this for its own 16 rows of a tile, rows 16 * pass + 4 * warp + i, one a lane (twice). Everything lies in shared
+// memory, and what is asked for comes there: a load to a register would be waited for with the rows'.
+struct Planner {
+  static constexpr u32 STAGED = 0, RING = 1, WIDE = 2, NARROW = 3;
+  u32 at[128], kind[128], table[128];     // rows' numbers of a tile, where they lie, the first page's place
+  u32 page[128], offset[128], paged[128];  // of the tile before: pages and places in them
+  u64 next[128];                           // of the one before that: addresses
+  Cursor cursors[4];
+
+  // the next item that has tiles
+  static __device__ __forceinline__ void begin(const HopperParams& h, Cursor& c) {
+    const AttentionParams& p = h.attention;
+    for (; c.number < h.items; c.number += gridDim.x) {
+      const Item m = item_of(h, c.number);
+      if (m.begin == m.end) continue;
+      c.row = m.row, c.block = m.block, c.start = m.start, c.first_row = m.first_row, c.first = m.t.first;
+      c.in_window = m.t.in_window, c.entries = m.t.entries, c.window_tiles = m.t.window_tiles;
+      c.ring = m.index * p.ring.pitch, c.table = m.index * p.entries.pitch;
+      c.runs = m.runs, c.run = m.run, c.total = m.t.total, c.begin = m.begin, c.end = m.end;
+      c.run_end = (m.run + 1) * m.t.total / m.runs;
+      c.tile = m.begin;
+      return;
     }
+    c.stop = c.count;
   }
-  if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
-#pragma unroll
-  for (u32 i = 0; i < 2; i++) rows[count % NOTES * TILE + i * 32] = row[i];
-  if (lane == 0) notes[count % NOTES] = make_uint4(0, 0, STOP, 0);
-  release(base + PLANNED + count % NOTES * 8);
-  wait_copies<0>();
-}
+
+  __device__ __forceinline__ void start(const HopperParams& h) {
+    const u32 thread = threadIdx.x % 128;
+    at[thread] = offset[thread] = 0;
+    kind[thread] = paged[thread] = STAGED;
+    next[thread] = u64(h.attention.staged);
+    Cursor c = {};
+    c.number = blockIdx.x;
+    c.stop = ~0u;
+    begin(h, c);
+    if (thread % 32 == 0) cursors[thread / 32] = c;
+    __syncwarp();
+  }
+
+  // Returns the address of the lane's row of the tile three before that which the cursor is at, and tiles in all.
+  __device__ __forceinline__ u64 step(const HopperParams& h, uint4* notes, u32& stop) {
+    const AttentionParams& p = h.attention;
+    const u32 thread = threadIdx.x % 128;
+    wait_copies<0>();
+    const u64 row = next[thread];
+    // addresses
+    u64 address = u64(p.staged) + offset[thread];
+    if (paged[thread] == RING)
+      address = u64(p.ring.base) + u64(page[thread]) * p.ring.page_bytes + offset[thread];
+    else if (paged[thread] != STAGED)
+      address = u64(p.entries.base) + u64(page[thread]) * p.entries.page_bytes + offset[thread];
+    next[thread] = address;
+    const u32 odd = thread / 16 % 2;
+    prefetch(address + odd * 128);
+    prefetch(address + 256 + odd * 128);
+    prefetch(address + 512 + odd * (ROW_BYTES - 513));
+    // pages
+    const u32 known = kind[thread], number = at[thread];
+    paged[thread] = known;
+    if (known == STAGED) {
+      offset[thread] = number * ROW_BYTES;
+    } else {
+      const u32 shift = known == NARROW ? 1 : 6;
+      offset[thread] = (number & ((1 << shift) - 1)) * ROW_BYTES;
+      copy_index(&page[thread], (known == RING ? p.ring.ids : p.entries.ids) + u64(table[thread]) + (number >> shift));
+    }
+    // numbers; behind the end, those of the last tile stay
+    Cursor c = cursors[thread / 32];
+    __syncwarp();
+    stop = c.stop;
+    if (stop != ~0u) {
+      commit_copies();
+      if (thread == 0) notes[c.count % NOTES] = make_uint4(0, 0, STOP, 0);
+      return row;
+    }
+    const u32 mine = thread % 16 / 4 * 16 + thread / 32 * 4 + thread % 4;
+    const bool in_window = c.tile < c.window_tiles;
+    const u32 first = (in_window ? c.tile : c.tile - c.window_tiles) * TILE;
+    const u32 valid = min((in_window ? c.in_window : c.entries) - first, TILE);
+    const u32 i = first + min(mine, valid - 1);  // rows behind the last repeat it: their weights are zero
+    if (in_window) {
+      const u32 q = c.first + i;
+      const bool staged = q >= c.start;
+      kind[thread] = staged ? STAGED : RING;
+      at[thread] = staged ? c.first_row + q - c.start : q % p.window;
+      table[thread] = c.ring;
+    } else {
+      kind[thread] = p.ratio == 4 ? WIDE : NARROW;
+      table[thread] = c.table;
+      if (p.selected)
+        copy_index(&at[thread], p.selected + u64(c.row) * p.width + i);
+      else
+        at[thread] = i;
+    }
+    commit_copies();
+    const bool run_ends = c.tile + 1 == c.run_end;
+    if (thread == 0) {
+      const u32 flags = (c.tile == c.begin ? FIRST : 0) | (c.tile + 1 == c.end ? LAST : 0) | (run_ends ? RUN_ENDS : 0);
+      notes[c.count % NOTES] = make_uint4(c.row, c.block, valid | flags, c.run | c.runs << 16);
+    }
+    c.count++;
+    if (run_ends) {
+      c.run++;
+      c.run_end = (c.run + 1) * c.total / c.runs;
+    }
+    if (++c.tile == c.end) {
+      c.number += gridDim.x;
+      begin(h, c);
+      stop = c.stop;
+    }
+    if (thread % 32 == 0) cursors[thread / 32] = c;
+    __syncwarp();
+    return row;
+  }
+};
+static_assert(sizeof(Planner) == PLAN_BYTES, "it has its place");
 
 // A factor for E4M3 codes that lie as bfloat16 bits: 2^120 times the scale.
 __device__ __forceinline__ u32 code_factor(u32 scale) { return scale * 0x00800080u + 120u * 0x00800080u; }
@@ -305,37 +361,33 @@ __device__ __forceinline__ u64 load_word(u64 address) {
   return v;
 }
 
-// Three warps decode. A warp takes four rows at a time, eight lanes a row; every third such group is its own, whatever tile
-// it lies in. While a group is stored, the four behind it are being loaded.
-__device__ __forceinline__ void decode_rows(u8* shared) {
-  constexpr u32 WARPS = 3, SLOTS = 4, GROUPS = TILE / 4;
+// The decoding warpgroup. Eight threads have a row, in four passes of 16 rows; a tile is loaded while the others are at work.
+__device__ __forceinline__ void decode_rows(const HopperParams& h, u8* shared) {
   u32 base = shared_address(shared);
   asm volatile("" : "+r"(base));  // kept, not found again at each use
-  const u32 lane = threadIdx.x % 32, j = lane % 8, warp = threadIdx.x / 32 % 4 - 1;
-  u64 codes[SLOTS][7], ropes[SLOTS][2], scales[SLOTS];
-  auto load = [&](u32 slot, u32 group) {
-    const u32 tile = group / GROUPS;
-    // each warp has groups of every tile: its first one finds out whether the rows are known
-    if (group % GROUPS < WARPS) barrier_wait(base + PLANNED + tile % NOTES * 8, tile / NOTES % 2);
-    const u64 row = load_shared(base + AT_ROWS + (tile % NOTES * TILE + group % GROUPS * 4 + lane / 8) * 8);
+  const u32 thread = threadIdx.x % 128, j = thread % 8, source = thread % 32 / 8;
+  uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
+  u64 codes[4][7], ropes[4][2], scales[4];
+  auto load = [&](int pass, u64 rows) {
+    const u64 row = __shfl_sync(ALL, rows, pass * 4 + source);
 #pragma unroll
-    for (int c = 0; c < 7; c++) codes[slot][c] = load_word(row + c * 64 + j * 8);
+    for (int c = 0; c < 7; c++) codes[pass][c] = load_word(row + c * 64 + j * 8);
 #pragma unroll
-    for (int c = 0; c < 2; c++) ropes[slot][c] = load_word(row + NOPE_DIM + j * 16 + c * 8);
-    scales[slot] = load_word(row + NOPE_DIM + 2 * ROPE_DIM);
+    for (int c = 0; c < 2; c++) ropes[pass][c] = load_word(row + NOPE_DIM + j * 16 + c * 8);
+    scales[pass] = load_word(row + NOPE_DIM + 2 * ROPE_DIM);
   };
-  auto store = [&](u32 slot, u32 at) {
-    const bool large = any_large(scales[slot]);
-    const u64 known = large ? 0x7F7F7F7F7F7F7Full : scales[slot];
+  auto store = [&](int pass, u32 at) {
+    const bool large = any_large(scales[pass]);
+    const u64 known = large ? 0x7F7F7F7F7F7F7Full : scales[pass];
 #pragma unroll
     for (int c = 0; c < 7; c++)
-      store_shared(at + c * BLOCK_BYTES, decode(codes[slot][c], code_factor(u32(known >> (8 * c)) & 0xFF)));
-    store_shared(at + 7 * BLOCK_BYTES, make_uint4(u32(ropes[slot][0]), u32(ropes[slot][0] >> 32), u32(ropes[slot][1]),
-                                                  u32(ropes[slot][1] >> 32)));
+      store_shared(at + c * BLOCK_BYTES, decode(codes[pass][c], code_factor(u32(known >> (8 * c)) & 0xFF)));
+    store_shared(at + 7 * BLOCK_BYTES, make_uint4(u32(ropes[pass][0]), u32(ropes[pass][0] >> 32), u32(ropes[pass][1]),
+                                                  u32(ropes[pass][1] >> 32)));
     if (large) {
 #pragma unroll 1
       for (int c = 0; c < 7; c++) {
-        const u32 scale = e8m0_pair(u8(scales[slot] >> (8 * c)));
+        const u32 scale = e8m0_pair(u8(scales[pass] >> (8 * c)));
         const u64 low = load_shared(at + c * BLOCK_BYTES), high = load_shared(at + c * BLOCK_BYTES + 8);
         store_shared(at + c * BLOCK_BYTES, make_uint4(bf16_mul(u32(low), scale), bf16_mul(u32(low >> 32), scale),
                                                       bf16_mul(u32(high), scale), bf16_mul(u32(high >> 32), scale)));
@@ -343,27 +395,27 @@ __device__ __forceinline__ void decode_rows(u8* shared) {
     }
   };
 
-  u32 group = warp, tile = 0;
+  Planner& planner = *reinterpret_cast<Planner*>(shared + AT_PLAN);
+  planner.start(h);
+  u32 stop;
+#pragma unroll 1
+  for (int i = 0; i < 3; i++) planner.step(h, notes, stop);
+#pragma unroll 1
+  for (u32 tile = 0;; tile++) {
+    // nothing is held in registers meanwhile
+    const u64 rows = planner.step(h, notes, stop);
 #pragma unroll
-  for (u32 slot = 0; slot < SLOTS; slot++) load(slot, group + slot * WARPS);
-  for (;;) {
+    for (int pass = 0; pass < 4; pass++) load(pass, rows);
+    const u32 buffer = tile % 2;
+    barrier_wait(base + EMPTY + buffer * 8, tile / 2 % 2 ^ 1);
+    if (tile == stop) break;
+    const u32 at = base + AT_K + buffer * OPERAND + block_offset(thread / 8, j);
 #pragma unroll
-    for (u32 slot = 0; slot < SLOTS; slot++, group += WARPS) {
-      if (group % GROUPS < WARPS) {
-        tile = group / GROUPS;
-        if (tile > 0) release(base + FULL + (tile - 1) % 2 * 8);
-        barrier_wait(base + EMPTY + tile % 2 * 8, tile / 2 % 2 ^ 1);
-        // the others have left that tile for good
-        if (tile >= 3) release(base + UNPLANNED + (tile - 3) % NOTES * 8);
-        if (u32(load_shared(base + AT_NOTES + tile % NOTES * 16 + 8)) == STOP) {
-          release(base + FULL + tile % 2 * 8);
-          return;
-        }
-      }
-      store(slot, base + AT_K + tile % 2 * OPERAND + block_offset(group % GROUPS * 4 + lane / 8, j));
-      load(slot, group + SLOTS * WARPS);  // behind the last tile stands a copy of its rows
-    }
+    for (int pass = 0; pass < 4; pass++) store(pass, at + pass * 16 * BLOCK_ROW);
+    release(base + FULL + buffer * 8);
   }
+  release(base + FULL + stop % 2 * 8);
+  wait_copies<0>();
 }
 
 // Fragments i and i + 1 of a run as they are stored.
@@ -477,6 +529,9 @@ __device__ __forceinline__ void end_run(const HopperParams& h, float (&o)[128], 
   }
 }
 
+// The 128 threads that score.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+
 // Scores and weights.
 __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
   const AttentionParams& p = h.attention;
@@ -488,15 +543,34 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
   const u32 q_blocks = along_columns(base + AT_Q);
   const u32 p_address = base + AT_P + block_offset(thread / 32 * 16 + lane % 16, lane / 16);
 
+  auto fetch = [&](u32 row, u32 block) {
+    const u32 heads = min(p.heads - block * TILE, TILE), piece = thread % 64;
+    const u16* q = p.q + (u64(row) * p.heads + block * TILE) * HEAD_DIM + piece * 8;
+    const u32 to = base + AT_Q + piece / 8 * BLOCK_BYTES;
+#pragma unroll 4
+    for (u32 head = thread / 64; head < TILE; head += 2)
+      copy_async(to + block_offset(head, piece % 8), q + (head < heads ? head * HEAD_DIM : 0), head < heads);
+    commit_copies();
+  };
   float top[2], sum[2];
-  u32 queries = 0;
   bool fresh = true;
+  // the first item's queries, most likely: pieces without runs are left out
+  u32 row = blockIdx.x / h.pieces / ((p.heads + TILE - 1) / TILE), block = blockIdx.x / h.pieces % ((p.heads + TILE - 1) / TILE);
+  fetch(row, block);
   for (u32 count = 0;; count++) {
     const u32 buffer = count % 2;
     barrier_wait(base + FULL + buffer * 8, count / 2 % 2);
     const u32 flags = notes[count % NOTES].z;
-    if (flags & STOP) return;
-    if (flags & FIRST) barrier_wait(base + Q_FULL, queries++ % 2);
+    if (flags & STOP) break;
+    if (flags & FIRST) {
+      const uint4 note = notes[count % NOTES];
+      wait_copies<0>();
+      if (note.x != row || note.y != block) {
+        fetch(note.x, note.y);
+        wait_copies<0>();
+      }
+      meet();
+    }
     acquire();
     float s[32];
     const u32 keys = uniform(along_columns(base + AT_K + buffer * OPERAND));
@@ -508,7 +582,13 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
     }
     products_commit();
     products_wait<0>();
-    if (flags & LAST) release(base + Q_EMPTY);
+    if (flags & LAST) {
+      const uint4 next = notes[(count + 1) % NOTES];
+      meet();
+      row = next.x;
+      block = next.y;
+      if (!(next.z & STOP)) fetch(row, block);
+    }
 
     const u32 valid = flags & 0xFF;
     if (valid < TILE) {
@@ -585,6 +665,7 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
     }
     release(base + P_FULL);
   }
+  wait_copies<0>();
 }
 
 // Half of the output's columns.
@@ -642,17 +723,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_
   const u32 base = shared_address(shared);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < 2; i++) {
-      barrier_init(base + FULL + i * 8, 3);
-      barrier_init(base + EMPTY + i * 8, 8);
+      barrier_init(base + FULL + i * 8, 4 * WARP);
+      barrier_init(base + EMPTY + i * 8, 8 * WARP);
     }
-    barrier_init(base + Q_FULL, 32);
-    barrier_init(base + Q_EMPTY, 4);
-    barrier_init(base + P_FULL, 4);
-    barrier_init(base + P_EMPTY, 8);
-    for (u32 i = 0; i < NOTES; i++) {
-      barrier_init(base + PLANNED + i * 8, 1);
-      barrier_init(base + UNPLANNED + i * 8, 3);
-    }
+    barrier_init(base + P_FULL, 4 * WARP);
+    barrier_init(base + P_EMPTY, 8 * WARP);
   }
   __syncthreads();
   wait_for_inputs();
@@ -661,12 +736,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_
     give_registers<64>();
     score(h, shared);
   } else if (group < 3) {
-    take_registers<160>();
+    take_registers<168>();
     add_values(h, shared, group - 1);
-  } else if (threadIdx.x / 32 % 4 == 0) {
-    plan(h, shared);
   } else {
-    decode_rows(shared);
+    give_registers<112>();
+    decode_rows(h, shared);
   }
 }
 

@@ -33,9 +33,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
 }
 
 // One arrival for a warp: what its lanes wrote may be read, what they and their products read may be overwritten.
+constexpr u32 WARP = 32;
 __device__ __forceinline__ void release(u32 barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  barrier_arrive(barrier);
 }
 
 // After waiting for what other threads wrote to shared memory, before products read it. The readers do this: writers with

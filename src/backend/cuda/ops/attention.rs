@@ -123,7 +123,7 @@ unsafe impl Params for HopperParams {}
 const HOPPER_TILE: usize = 64;
 const HOPPER_RUN: usize = 3;
 const HOPPER_RUNS: usize = 15;
-const HOPPER_SHARED: usize = 224_832;
+const HOPPER_SHARED: usize = 225_008;
 
 /// Heads and keys of a block, and the bytes of its shared memory as in the kernel's `Shape`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
