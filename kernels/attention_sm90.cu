@@ -14,7 +14,7 @@
 
 constexpr u32 TILE = 64;                  // keys of a tile, heads of a block
 constexpr u32 OPERAND = 8 * BLOCK_BYTES;  // 64 rows of 512 values
-constexpr u32 NOTES = 8;                  // tiles that are planned ahead, and a few that are in use
+constexpr u32 NOTES = 16;                 // tiles that are planned ahead, and a few that are in use
 constexpr u32 MOST_RUNS = 15;
 constexpr u32 RUN_TILES = 3;
 // What stands where a row's sums have place for MAX_SPLITS: sums of runs, their factors (left and right half), their number.
@@ -25,10 +25,11 @@ static_assert(RUNS_AT < MAX_SPLITS, "all have place");
 constexpr u32 AT_Q = 0, AT_K = OPERAND, AT_P = 3 * OPERAND, AT_FADES = AT_P + BLOCK_BYTES;
 constexpr u32 AT_SUMS = AT_FADES + TILE * 4, AT_FACTORS = AT_SUMS + MOST_RUNS * TILE * 8;
 constexpr u32 AT_NOTES = AT_FACTORS + 2 * MOST_RUNS * TILE * 4;
-constexpr u32 AT_PLAN = AT_NOTES + NOTES * 16, PLAN_BYTES = 128 * 32 + 4 * 80;
+constexpr u32 BATCH = 4;  // tiles that are looked up together
+constexpr u32 AT_ROWS = AT_NOTES + NOTES * 16, AT_PLAN = AT_ROWS + 2 * BATCH * TILE * 8, PLAN_BYTES = 256 * 16 + 4 * 80;
 constexpr u32 FULL = AT_PLAN + PLAN_BYTES, EMPTY = FULL + 16, P_FULL = EMPTY + 16, P_EMPTY = P_FULL + 8;
 constexpr u32 HOPPER_BYTES = P_EMPTY + 8;
-static_assert(HOPPER_BYTES == 225008, "the launcher says the same");
+static_assert(HOPPER_BYTES == 229232, "the launcher says the same");
 
 // What the decoding warpgroup tells the others of a tile: row, head block, valid keys and flags, run and number of runs.
 constexpr u32 FIRST = 1 << 8;     // of the item
@@ -208,22 +209,23 @@ __device__ __forceinline__ void copy_index(u32* to, const u32* from) {
 
 __device__ __forceinline__ void prefetch(u64 address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// Which tile comes next.
+// A tile of an item.
 struct Cursor {
   u32 row, block, start, first_row, first, in_window, entries, window_tiles, ring, table;  // of the item
-  u32 runs, run, total, begin, end, run_end;
-  u32 number, tile, count, stop;  // the item's number, its next tile; tiles so far, and in all once that is known
+  u32 runs, total, begin, end;
+  u32 number, tile, stop;  // the item's number, its tile; whether there is none
+  u32 unused[3];
 };
 
-// Looks up where rows of coming tiles lie, in steps of which each needs what the one before has asked for: the row's number,
-// its page, its address, and a tile later its bytes, which are in the L2 cache by then. Each warp of the decoding warpgroup
-// does this for its own 16 rows of a tile, rows 16 * pass + 4 * warp + i, one a lane (twice). Everything lies in shared
-// memory, and what is asked for comes there: a load to a register would be waited for with the rows'.
+// Looks up where the rows of the next four tiles lie, in three phases of which each needs what the one before has asked for:
+// the rows' numbers, their pages, their addresses, so that their bytes are in the L2 cache when they are loaded. Each warp of
+// the decoding warpgroup has one of the tiles, each lane two rows. All of it lies in shared memory, and what is asked for
+// comes there: nothing is held in registers meanwhile, and a load to a register would be waited for with the rows'.
 struct Planner {
   static constexpr u32 STAGED = 0, RING = 1, WIDE = 2, NARROW = 3;
-  u32 at[128], kind[128], table[128];     // rows' numbers of a tile, where they lie, the first page's place
-  u32 page[128], offset[128], paged[128];  // of the tile before: pages and places in them
-  u64 next[128];                           // of the one before that: addresses
+  u32 number[256], page[256];
+  u32 place[256];  // first page of the sequence, four times, and where rows lie
+  u32 offset[256];
   Cursor cursors[4];
 
   // the next item that has tiles
@@ -235,101 +237,112 @@ struct Planner {
       c.row = m.row, c.block = m.block, c.start = m.start, c.first_row = m.first_row, c.first = m.t.first;
       c.in_window = m.t.in_window, c.entries = m.t.entries, c.window_tiles = m.t.window_tiles;
       c.ring = m.index * p.ring.pitch, c.table = m.index * p.entries.pitch;
-      c.runs = m.runs, c.run = m.run, c.total = m.t.total, c.begin = m.begin, c.end = m.end;
-      c.run_end = (m.run + 1) * m.t.total / m.runs;
+      c.runs = m.runs, c.total = m.t.total, c.begin = m.begin, c.end = m.end;
       c.tile = m.begin;
       return;
     }
-    c.stop = c.count;
+    c.stop = 1;
+  }
+
+  static __device__ __forceinline__ void advance(const HopperParams& h, Cursor& c, u32 tiles) {
+    while (!c.stop) {
+      const u32 left = c.end - c.tile;
+      if (tiles < left) {
+        c.tile += tiles;
+        return;
+      }
+      tiles -= left;
+      c.number += gridDim.x;
+      begin(h, c);
+    }
   }
 
   __device__ __forceinline__ void start(const HopperParams& h) {
-    const u32 thread = threadIdx.x % 128;
-    at[thread] = offset[thread] = 0;
-    kind[thread] = paged[thread] = STAGED;
-    next[thread] = u64(h.attention.staged);
+    const u32 warp = threadIdx.x / 32 % 4;
     Cursor c = {};
     c.number = blockIdx.x;
-    c.stop = ~0u;
     begin(h, c);
-    if (thread % 32 == 0) cursors[thread / 32] = c;
+    advance(h, c, warp);
+    if (threadIdx.x % 32 == 0) cursors[warp] = c;
     __syncwarp();
   }
 
-  // Returns the address of the lane's row of the tile three before that which the cursor is at, and tiles in all.
-  __device__ __forceinline__ u64 step(const HopperParams& h, uint4* notes, u32& stop) {
+  // the rows of tile `tile` of all of the block's, which is the warp's
+  __device__ __forceinline__ void find_numbers(const HopperParams& h, uint4* notes, u32 tile) {
     const AttentionParams& p = h.attention;
-    const u32 thread = threadIdx.x % 128;
-    wait_copies<0>();
-    const u64 row = next[thread];
-    // addresses
-    u64 address = u64(p.staged) + offset[thread];
-    if (paged[thread] == RING)
-      address = u64(p.ring.base) + u64(page[thread]) * p.ring.page_bytes + offset[thread];
-    else if (paged[thread] != STAGED)
-      address = u64(p.entries.base) + u64(page[thread]) * p.entries.page_bytes + offset[thread];
-    next[thread] = address;
-    const u32 odd = thread / 16 % 2;
-    prefetch(address + odd * 128);
-    prefetch(address + 256 + odd * 128);
-    prefetch(address + 512 + odd * (ROW_BYTES - 513));
-    // pages
-    const u32 known = kind[thread], number = at[thread];
-    paged[thread] = known;
-    if (known == STAGED) {
-      offset[thread] = number * ROW_BYTES;
-    } else {
-      const u32 shift = known == NARROW ? 1 : 6;
-      offset[thread] = (number & ((1 << shift) - 1)) * ROW_BYTES;
-      copy_index(&page[thread], (known == RING ? p.ring.ids : p.entries.ids) + u64(table[thread]) + (number >> shift));
-    }
-    // numbers; behind the end, those of the last tile stay
-    Cursor c = cursors[thread / 32];
+    const u32 thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+    Cursor c = cursors[warp];
     __syncwarp();
-    stop = c.stop;
-    if (stop != ~0u) {
-      commit_copies();
-      if (thread == 0) notes[c.count % NOTES] = make_uint4(0, 0, STOP, 0);
-      return row;
+    if (c.stop) {
+      if (lane == 0) notes[tile % NOTES] = make_uint4(0, 0, STOP, 0);
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) {
+        place[i * 128 + thread] = STAGED;
+        number[i * 128 + thread] = 0;
+      }
+      return;
     }
-    const u32 mine = thread % 16 / 4 * 16 + thread / 32 * 4 + thread % 4;
     const bool in_window = c.tile < c.window_tiles;
-    const u32 first = (in_window ? c.tile : c.tile - c.window_tiles) * TILE;
-    const u32 valid = min((in_window ? c.in_window : c.entries) - first, TILE);
-    const u32 i = first + min(mine, valid - 1);  // rows behind the last repeat it: their weights are zero
-    if (in_window) {
-      const u32 q = c.first + i;
-      const bool staged = q >= c.start;
-      kind[thread] = staged ? STAGED : RING;
-      at[thread] = staged ? c.first_row + q - c.start : q % p.window;
-      table[thread] = c.ring;
-    } else {
-      kind[thread] = p.ratio == 4 ? WIDE : NARROW;
-      table[thread] = c.table;
-      if (p.selected)
-        copy_index(&at[thread], p.selected + u64(c.row) * p.width + i);
-      else
-        at[thread] = i;
+    const u32 begin = (in_window ? c.tile : c.tile - c.window_tiles) * TILE;
+    const u32 valid = min((in_window ? c.in_window : c.entries) - begin, TILE);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      const u32 at = begin + min(i * 32 + lane, valid - 1);  // rows behind the last repeat it: their weights are zero
+      if (in_window) {
+        const u32 q = c.first + at;
+        const bool staged = q >= c.start;
+        place[i * 128 + thread] = staged ? STAGED : c.ring * 4 + RING;
+        number[i * 128 + thread] = staged ? c.first_row + q - c.start : q % p.window;
+      } else {
+        place[i * 128 + thread] = c.table * 4 + (p.ratio == 4 ? WIDE : NARROW);
+        if (p.selected)
+          copy_index(&number[i * 128 + thread], p.selected + u64(c.row) * p.width + at);
+        else
+          number[i * 128 + thread] = at;
+      }
     }
     commit_copies();
-    const bool run_ends = c.tile + 1 == c.run_end;
-    if (thread == 0) {
-      const u32 flags = (c.tile == c.begin ? FIRST : 0) | (c.tile + 1 == c.end ? LAST : 0) | (run_ends ? RUN_ENDS : 0);
-      notes[c.count % NOTES] = make_uint4(c.row, c.block, valid | flags, c.run | c.runs << 16);
+    if (lane == 0) {
+      const u32 run = ((c.tile + 1) * c.runs - 1) / c.total;
+      const u32 flags = (c.tile == c.begin ? FIRST : 0) | (c.tile + 1 == c.end ? LAST : 0) |
+                        (c.tile + 1 == (run + 1) * c.total / c.runs ? RUN_ENDS : 0);
+      notes[tile % NOTES] = make_uint4(c.row, c.block, valid | flags, run | c.runs << 16);
     }
-    c.count++;
-    if (run_ends) {
-      c.run++;
-      c.run_end = (c.run + 1) * c.total / c.runs;
-    }
-    if (++c.tile == c.end) {
-      c.number += gridDim.x;
-      begin(h, c);
-      stop = c.stop;
-    }
-    if (thread % 32 == 0) cursors[thread / 32] = c;
+    advance(h, c, BATCH);
+    if (lane == 0) cursors[warp] = c;
     __syncwarp();
-    return row;
+  }
+
+  __device__ __forceinline__ void find_pages(const AttentionParams& p) {
+    wait_copies<0>();
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      const u32 mine = i * 128 + threadIdx.x % 128, n = number[mine], kind = place[mine] % 4, table = place[mine] / 4;
+      if (kind == STAGED) {
+        offset[mine] = n * ROW_BYTES;
+        continue;
+      }
+      const u32 shift = kind == NARROW ? 1 : 6;
+      offset[mine] = (n & ((1 << shift) - 1)) * ROW_BYTES;
+      copy_index(&page[mine], (kind == RING ? p.ring.ids : p.entries.ids) + u64(table) + (n >> shift));
+    }
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void find_addresses(const AttentionParams& p, u32 rows) {
+    wait_copies<0>();
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      const u32 thread = threadIdx.x % 128, mine = i * 128 + thread, kind = place[mine] % 4;
+      u64 address = u64(p.staged) + offset[mine];
+      if (kind == RING)
+        address = u64(p.ring.base) + u64(page[mine]) * p.ring.page_bytes + offset[mine];
+      else if (kind != STAGED)
+        address = u64(p.entries.base) + u64(page[mine]) * p.entries.page_bytes + offset[mine];
+      store_word(rows + (thread / 32 * TILE + i * 32 + thread % 32) * 8, address);
+#pragma unroll
+      for (u32 k = 0; k < 5; k++) prefetch(address + k * 128);
+    }
   }
 };
 static_assert(sizeof(Planner) == PLAN_BYTES, "it has its place");
@@ -365,16 +378,22 @@ __device__ __forceinline__ u64 load_word(u64 address) {
 __device__ __forceinline__ void decode_rows(const HopperParams& h, u8* shared) {
   u32 base = shared_address(shared);
   asm volatile("" : "+r"(base));  // kept, not found again at each use
-  const u32 thread = threadIdx.x % 128, j = thread % 8, source = thread % 32 / 8;
+  const u32 thread = threadIdx.x % 128, j = thread % 8, warp = thread / 32;
   uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
   u64 codes[4][7], ropes[4][2], scales[4];
-  auto load = [&](int pass, u64 rows) {
-    const u64 row = __shfl_sync(ALL, rows, pass * 4 + source);
+  auto load = [&](u32 tile) {
+    u64 rows[4];
 #pragma unroll
-    for (int c = 0; c < 7; c++) codes[pass][c] = load_word(row + c * 64 + j * 8);
+    for (int pass = 0; pass < 4; pass++)
+      rows[pass] = load_shared(base + AT_ROWS + (tile % (2 * BATCH) * TILE + pass * 16 + thread / 8) * 8);
 #pragma unroll
-    for (int c = 0; c < 2; c++) ropes[pass][c] = load_word(row + NOPE_DIM + j * 16 + c * 8);
-    scales[pass] = load_word(row + NOPE_DIM + 2 * ROPE_DIM);
+    for (int pass = 0; pass < 4; pass++) {
+#pragma unroll
+      for (int c = 0; c < 7; c++) codes[pass][c] = load_word(rows[pass] + c * 64 + j * 8);
+#pragma unroll
+      for (int c = 0; c < 2; c++) ropes[pass][c] = load_word(rows[pass] + NOPE_DIM + j * 16 + c * 8);
+      scales[pass] = load_word(rows[pass] + NOPE_DIM + 2 * ROPE_DIM);
+    }
   };
   auto store = [&](int pass, u32 at) {
     const bool large = any_large(scales[pass]);
@@ -396,25 +415,34 @@ __device__ __forceinline__ void decode_rows(const HopperParams& h, u8* shared) {
   };
 
   Planner& planner = *reinterpret_cast<Planner*>(shared + AT_PLAN);
+  // one of the phases for the tiles of a batch
+  auto plan = [&](u32 phase, u32 batch) {
+    if (phase == 0) planner.find_numbers(h, notes, batch * BATCH + warp);
+    if (phase == 1) planner.find_pages(h.attention);
+    if (phase == 2) {
+      planner.find_addresses(h.attention, base + AT_ROWS + batch % 2 * (BATCH * TILE * 8));
+      asm volatile("bar.sync 2, 128;" ::: "memory");
+    }
+  };
   planner.start(h);
-  u32 stop;
 #pragma unroll 1
-  for (int i = 0; i < 3; i++) planner.step(h, notes, stop);
+  for (u32 phase = 0; phase < 3; phase++) plan(phase, 0);
 #pragma unroll 1
   for (u32 tile = 0;; tile++) {
-    // nothing is held in registers meanwhile
-    const u64 rows = planner.step(h, notes, stop);
-#pragma unroll
-    for (int pass = 0; pass < 4; pass++) load(pass, rows);
+    load(tile);
     const u32 buffer = tile % 2;
     barrier_wait(base + EMPTY + buffer * 8, tile / 2 % 2 ^ 1);
-    if (tile == stop) break;
-    const u32 at = base + AT_K + buffer * OPERAND + block_offset(thread / 8, j);
+    const bool stops = u32(load_shared(base + AT_NOTES + tile % NOTES * 16 + 8)) == STOP;
+    if (!stops) {
+      const u32 at = base + AT_K + buffer * OPERAND + block_offset(thread / 8, j);
 #pragma unroll
-    for (int pass = 0; pass < 4; pass++) store(pass, at + pass * 16 * BLOCK_ROW);
+      for (int pass = 0; pass < 4; pass++) store(pass, at + pass * 16 * BLOCK_ROW);
+    }
     release(base + FULL + buffer * 8);
+    if (stops) break;
+    // nothing is held in registers now
+    plan(tile % BATCH, tile / BATCH + 1);
   }
-  release(base + FULL + stop % 2 * 8);
   wait_copies<0>();
 }
 

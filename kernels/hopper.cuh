@@ -150,3 +150,7 @@ __device__ __forceinline__ u64 load_shared(u32 address) {
 __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+
+__device__ __forceinline__ void store_word(u32 address, u64 v) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
+}
