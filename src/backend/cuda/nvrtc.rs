@@ -113,8 +113,7 @@ impl Nvrtc {
         // Hopper's own instructions need its own target
         let own = if arch == (9, 0) { "a" } else { "" };
         let target = format!("--gpu-architecture=sm_{}{}{own}", arch.0, arch.1);
-        // lambdas with `auto` arguments would count as the host's
-        let options = [text(target.as_bytes())?, text(b"-std=c++17")?, text(b"-default-device")?];
+        let options = [text(target.as_bytes())?, text(b"-std=c++17")?];
         let option_pointers = pointers(&options);
         // SAFETY: the program was just made; the options outlive the call.
         let status = unsafe { (self.compile)(program, options.len() as c_int, option_pointers.as_ptr()) };

@@ -1,4 +1,4 @@
-//! `kernels/attention.cu` and `attention_sm90.cu`: sparse attention over window and entries.
+//! `kernels/attention.cu`, `attention_sm90.cu` and `attention_runs_sm90.cu`: sparse attention over window and entries.
 
 use super::super::device::{Gpu, Limits};
 use super::super::memory::Buffer;
@@ -112,18 +112,17 @@ struct HopperParams {
     attention: AttentionParams,
     items: u32,
     pieces: u32,
-    whole: u32,
-    pad: u32,
 }
 // SAFETY: mirrors `HopperParams`.
 unsafe impl Params for HopperParams {}
 
 /// Of the kernels for Hopper: heads of a block and keys of a tile; tiles of a run, about; most runs of a query; bytes of a
-/// block's shared memory.
+/// block's shared memory, for keys in order and in runs.
 const HOPPER_TILE: usize = 64;
 const HOPPER_RUN: usize = 3;
 const HOPPER_RUNS: usize = 15;
-const HOPPER_SHARED: usize = 225_008;
+const HOPPER_WHOLE_SHARED: usize = 209_472;
+const HOPPER_RUNS_SHARED: usize = 225_008;
 
 /// Heads and keys of a block, and the bytes of its shared memory as in the kernel's `Shape`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -256,12 +255,14 @@ fn launch_hopper(stream: &Stream, attention: AttentionParams, rows: usize, most_
     let most_tiles = most_keys.map(|keys| most_tiles(keys, attention.window as usize, attention.ratio > 0));
     let pieces = most_tiles.map_or(1, |tiles| hopper_pieces(rows * blocks, tiles, device));
     let items = rows * blocks * pieces;
-    let whole = u32::from(most_keys.is_none());
-    let params =
-        HopperParams { attention, items: word("attention items", items)?, pieces: pieces as u32, whole, pad: 0 };
-    let launch = Launch { grid: [items.min(device), 1, 1], block: 512, shared: HOPPER_SHARED };
+    let params = HopperParams { attention, items: word("attention items", items)?, pieces: pieces as u32 };
+    let (kernel, shared) = match most_keys {
+        None => ("attend_hopper", HOPPER_WHOLE_SHARED),
+        Some(_) => ("attend_hopper_runs", HOPPER_RUNS_SHARED),
+    };
+    let launch = Launch { grid: [items.min(device), 1, 1], block: 512, shared };
     // SAFETY: as above.
-    unsafe { stream.launch(stream.gpu().kernel("attend_hopper")?, launch, &params)? };
+    unsafe { stream.launch(stream.gpu().kernel(kernel)?, launch, &params)? };
     if pieces == 1 {
         return Ok(());
     }
