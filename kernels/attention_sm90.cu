@@ -1,176 +1,40 @@
-// Sparse attention for Hopper: what kernels/attention.cu computes, with warpgroup products. Compiled for sm_90a only; for
-// other architectures the kernels are empty and never launched.
+// Sparse attention for Hopper, all keys of a query in order, for prompts: what `attend_*` of attention.cu computes, with
+// warpgroup products. Compiled for sm_90a only; for other architectures the kernel is empty and never launched.
 //
 // A block has 64 heads of one query and walks over tiles of 64 keys. Its four warpgroups: one plans, that is looks up where
 // the rows of coming tiles lie, and fetches queries; one decodes rows to bfloat16 in shared memory, two tiles ahead; one
 // takes scores, weights and the left half of the output's columns; one the right half. Blocks are persistent: keys and
-// queries of the next item are on their way while the last is finished.
-//
-// An item is a query, 64 heads, and a piece of its runs. Runs are cut by the number of tiles alone (`Tiles`), so that bits
-// never depend on the batch: a block that has all runs of its query adds them itself, in order, each thread from what it
-// wrote; otherwise `attend_hopper_join` does, with the same sums.
-#include "attention.cuh"
-#include "hopper.cuh"
-
-constexpr u32 TILE = 64;                  // keys of a tile, heads of a block
-constexpr u32 OPERAND = 8 * BLOCK_BYTES;  // 64 rows of 512 values
-constexpr u32 NOTES = 8;                  // tiles that are planned ahead, and a few that are in use
-constexpr u32 MOST_RUNS = 16;
-constexpr u32 RUN_TILES = 4;
-
-// Places in shared memory.
-constexpr u32 AT_Q = 0, AT_K = OPERAND, AT_P = 3 * OPERAND, AT_FADES = AT_P + BLOCK_BYTES;
-constexpr u32 AT_SUMS = AT_FADES + TILE * 4, AT_ROWS = AT_SUMS + MOST_RUNS * TILE * 8;
-constexpr u32 AT_NOTES = AT_ROWS + NOTES * TILE * 8, AT_BARRIERS = AT_NOTES + NOTES * 16;
-constexpr u32 FULL = AT_BARRIERS, EMPTY = FULL + 16, Q_FULL = EMPTY + 16, Q_EMPTY = Q_FULL + 8, P_FULL = Q_EMPTY + 8;
-constexpr u32 P_EMPTY = P_FULL + 8, PLANNED = P_EMPTY + 8, UNPLANNED = PLANNED + NOTES * 8;
-constexpr u32 HOPPER_BYTES = UNPLANNED + NOTES * 8;
-static_assert(HOPPER_BYTES == 217664, "the launcher says the same");
-
-// What the planning warpgroup tells the others of a tile: row, head block, valid keys and flags, run and number of runs.
-constexpr u32 FIRST = 1 << 8;     // of the item
-constexpr u32 LAST = 1 << 9;      // of the item
-constexpr u32 RUN_ENDS = 1 << 10;
-constexpr u32 STOP = 1 << 11;     // no tile, the end
-
-struct HopperParams {
-  AttentionParams attention;
-  u32 items;   // rows * head blocks * pieces
-  u32 pieces;  // blocks that share the runs of a query
-  u32 whole;   // one run only
-};
-
-// Runs of a query: about four tiles each, at most 16. Run k begins with tile k * tiles / runs.
-__device__ __forceinline__ u32 runs_of(u32 tiles) { return min((tiles + RUN_TILES - 1) / RUN_TILES, MOST_RUNS); }
-
-constexpr float SCALE = 0.04419417382415922f;  // 512^-0.5
-constexpr float LOG2_E = 1.4426950408889634f;
-
-// Exchanges words of four lanes: word i of lane j becomes word j of lane i.
-__device__ __forceinline__ void transpose4(u32 (&w)[4]) {
-  const u32 lane = threadIdx.x;
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (i & step) continue;
-      const bool upper = lane & step;
-      const u32 other = __shfl_xor_sync(ALL, upper ? w[i] : w[i + step], step);
-      if (upper)
-        w[i] = other;
-      else
-        w[i + step] = other;
-    }
-}
-
-// Finishes columns of 16 heads that a warp holds as TILES fragments of 8 columns, scaled and packed: rotates back, rounds,
-// stores. They are columns `group` * 128 + `begin` * 8 and following; `head` is that of the thread's first row, the second
-// is 8 further. `widen` makes the magnitude of a row's fragments that of its 128 columns.
-template <int TILES, typename Widen>
-__device__ __forceinline__ void finish(const AttentionParams& p, u32 (&words)[2][TILES], u32 group, u32 begin, u32 row,
-                                       u32 head, Widen widen) {
-  const u32 quad = threadIdx.x % 4;
-  if (group == 3) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-      if (begin + t < 8) continue;
-      const float2 turn = p.turns[u64(row) * (ROPE_DIM / 2) + (begin + t - 8) * 4 + quad];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const float x = low_value(words[half][t]), y = high_value(words[half][t]);
-        words[half][t] = bf16_pair(__fadd_rn(__fmul_rn(x, turn.x), __fmul_rn(y, turn.y)),
-                                   __fsub_rn(__fmul_rn(y, turn.x), __fmul_rn(x, turn.y)));
-      }
-    }
-  }
-  if (p.quantise) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      u32 bits = 0;
-#pragma unroll
-      for (int t = 0; t < TILES; t++)
-        bits = max(bits, max(magnitude_bits(low_value(words[half][t])), magnitude_bits(high_value(words[half][t]))));
-      const float scale = e4m3_scale(__uint_as_float(widen(warp_max<4>(bits), half))), inverse = 1.0f / scale;
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        float v[2] = {low_value(words[half][t]), high_value(words[half][t])};
-#pragma unroll
-        for (int i = 0; i < 2; i++) v[i] = scale != scale ? scale : round_e4m3(clamp_to(v[i] * inverse, 448.0f)) * scale;
-        words[half][t] = bf16_pair(v[0], v[1]);
-      }
-    }
-  }
-#pragma unroll
-  for (int t = 0; t < TILES; t += 4)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      u32 w[4] = {words[half][t], words[half][t + 1], words[half][t + 2], words[half][t + 3]};
-      transpose4(w);
-      if (head + half * 8 < p.heads)
-        *reinterpret_cast<uint4*>(p.out + (u64(row) * p.heads + head + half * 8) * HEAD_DIM + group * 128 +
-                                  (begin + t + quad) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
-    }
-}
-
-constexpr u32 PART = TILE * HEAD_DIM / 4;  // float4 of a run of 64 heads
-
-// Where a thread keeps its fragments of a run: float4 i of 32 is i * 128 further, the threads side by side.
-__device__ __forceinline__ float4* part_of(const AttentionParams& p, u32 row, u32 run, u32 block, u32 half, u32 thread) {
-  const u64 blocks = (p.heads + TILE - 1) / TILE;
-  return reinterpret_cast<float4*>(p.part_out) + ((u64(row) * MAX_SPLITS + run) * blocks + block) * PART +
-         half * (PART / 2) + thread;
-}
-
-// The runs' weights of a row whose (maximum, sum) are `pitch` apart, each told to `tell`; returns the inverse of the sum of
-// all weights of keys, the sink's included. Adding up is the same wherever it happens: v = fma(run, weight, v), in order.
-template <typename Tell>
-__device__ __forceinline__ float weights_of(const AttentionParams& p, u32 head, const float2* sums, u32 pitch, u32 runs,
-                                            Tell tell) {
-  float highest = minus_infinity(), total = 0.0f;
-  for (u32 r = 0; r < runs; r++) highest = fmaxf(highest, sums[r * pitch].x);
-  for (u32 r = 0; r < runs; r++) {
-    const float2 run = sums[r * pitch];
-    const float weight = expf(run.x - highest);
-    total = fmaf(run.y, weight, total);
-    tell(r, weight);
-  }
-  return 1.0f / (total + expf(p.sink[min(head, p.heads - 1)] - highest));
-}
-
-__device__ __forceinline__ void add_part(float* v, float4 x, const float (&weight)[2]) {
-  v[0] = fmaf(x.x, weight[0], v[0]);
-  v[1] = fmaf(x.y, weight[0], v[1]);
-  v[2] = fmaf(x.z, weight[1], v[2]);
-  v[3] = fmaf(x.w, weight[1], v[3]);
-}
+// queries of the next item are on their way while the last is finished. An item is a query and 64 heads.
+#include "attention_sm90.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The part of a query's tiles that an item has.
+constexpr u32 NOTES = 8;  // tiles that are planned ahead, and a few that are in use
+
+// Further places in shared memory.
+constexpr u32 AT_ROWS = AT_OWN, AT_NOTES = AT_ROWS + NOTES * TILE * 8;
+constexpr u32 FULL = AT_NOTES + NOTES * 16, EMPTY = FULL + 16, Q_FULL = EMPTY + 16, Q_EMPTY = Q_FULL + 8;
+constexpr u32 P_FULL = Q_EMPTY + 8, P_EMPTY = P_FULL + 8, PLANNED = P_EMPTY + 8, UNPLANNED = PLANNED + NOTES * 8;
+constexpr u32 WHOLE_BYTES = UNPLANNED + NOTES * 8;
+static_assert(WHOLE_BYTES == 209472, "the launcher says the same");
+
+// A query and 64 heads.
 struct Item {
   u32 row, block, index;
   u32 start, first_row;  // of the sequence
   Tiles t;
-  u32 runs, run;  // run that `begin` lies in
-  u32 begin, end;
 };
 
-__device__ __forceinline__ Item item_of(const HopperParams& h, u32 number) {
-  const AttentionParams& p = h.attention;
+__device__ __forceinline__ Item item_of(const AttentionParams& p, u32 number) {
   const u32 blocks = (p.heads + TILE - 1) / TILE;
   Item m;
-  const u32 piece = number % h.pieces;
-  m.block = number / h.pieces % blocks;
-  m.row = number / h.pieces / blocks;
+  m.row = number / blocks;
+  m.block = number % blocks;
   m.index = p.sequence[m.row];
   const Sequence s = p.sequences[m.index];
   m.start = s.start;
   m.first_row = s.first_row;
   m.t = tiles_of<TILE>(p, m.row, s.start + m.row - s.first_row);
-  m.runs = h.whole ? 1 : runs_of(m.t.total);
-  m.run = piece * m.runs / h.pieces;
-  m.begin = m.run * m.t.total / m.runs;
-  m.end = (piece + 1) * m.runs / h.pieces * m.t.total / m.runs;
   return m;
 }
 
@@ -193,28 +57,26 @@ __device__ __forceinline__ void plan(const HopperParams& h, u8* shared) {
   uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
   u64* const rows = reinterpret_cast<u64*>(shared + AT_ROWS) + thread;
   u32 count = 0;
+  u64 row = 0;
   for (u32 number = blockIdx.x; number < h.items; number += gridDim.x) {
-    Item m = item_of(h, number);
-    u32 run_end = (m.run + 1) * m.t.total / m.runs;
-    for (u32 tile = m.begin; tile < m.end; tile++, count++) {
+    const Item m = item_of(p, number);
+    for (u32 tile = 0; tile < m.t.total; tile++, count++) {
       const bool in_window = tile < m.t.window_tiles;
       const u32 first = (in_window ? tile : tile - m.t.window_tiles) * TILE;
       const u32 valid = min((in_window ? m.t.in_window : m.t.entries) - first, TILE);
       // rows behind the last repeat it: their weights are zero
-      const u64 row = row_of(p, m, in_window, first + min(thread, valid - 1));
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row & ~15ull), "n"(NOPE_DIM + 2 * ROPE_DIM));
+      row = row_of(p, m, in_window, first + min(thread, valid - 1));
       if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
       rows[count % NOTES * TILE] = row;
-      const bool run_ends = tile + 1 == run_end;
       if (thread == 0) {
-        const u32 flags = (tile == m.begin ? FIRST : 0) | (tile + 1 == m.end ? LAST : 0) | (run_ends ? RUN_ENDS : 0);
-        notes[count % NOTES] = make_uint4(m.row, m.block, valid | flags, m.run | m.runs << 16);
+        const u32 flags = (tile == 0 ? FIRST : 0) | (tile + 1 == m.t.total ? LAST : 0);
+        notes[count % NOTES] = make_uint4(m.row, m.block, valid | flags, 0);
       }
       release(base + PLANNED + count % NOTES * 8);
-      if (run_ends) run_end = (++m.run + 1) * m.t.total / m.runs;
     }
   }
   if (count >= NOTES) barrier_wait(base + UNPLANNED + count % NOTES * 8, count / NOTES % 2 ^ 1);
+  rows[count % NOTES * TILE] = row;
   if (thread == 0) notes[count % NOTES] = make_uint4(0, 0, STOP, 0);
   release(base + PLANNED + count % NOTES * 8);
 }
@@ -222,14 +84,12 @@ __device__ __forceinline__ void plan(const HopperParams& h, u8* shared) {
 // Two warps fetch the queries of coming items.
 __device__ __forceinline__ void fetch_queries(const HopperParams& h, u8* shared) {
   const AttentionParams& p = h.attention;
-  const u32 base = shared_address(shared), thread = threadIdx.x % 64;
+  const u32 base = shared_address(shared), thread = threadIdx.x % 64, blocks = (p.heads + TILE - 1) / TILE;
   u32 count = 0;
-  for (u32 number = blockIdx.x; number < h.items; number += gridDim.x) {
-    const Item m = item_of(h, number);
-    if (m.begin == m.end) continue;
+  for (u32 number = blockIdx.x; number < h.items; number += gridDim.x, count++) {
     if (count > 0) barrier_wait(base + Q_EMPTY, (count - 1) % 2);
-    const u16* q = p.q + (u64(m.row) * p.heads + m.block * TILE) * HEAD_DIM;
-    const u32 heads = min(p.heads - m.block * TILE, TILE);
+    const u32 row = number / blocks, first = number % blocks * TILE, heads = min(p.heads - first, TILE);
+    const u16* q = p.q + (u64(row) * p.heads + first) * HEAD_DIM;
 #pragma unroll 4
     for (u32 head = 0; head < TILE; head++)
       copy_async(base + AT_Q + thread / 8 * BLOCK_BYTES + block_offset(head, thread % 8),
@@ -237,181 +97,54 @@ __device__ __forceinline__ void fetch_queries(const HopperParams& h, u8* shared)
     commit_copies();
     wait_copies<0>();
     release(base + Q_FULL);
-    count++;
   }
 }
 
-// A factor for E4M3 codes that lie as bfloat16 bits: 2^120 times the scale.
-__device__ __forceinline__ u32 code_factor(u32 scale) { return scale * 0x00800080u + 120u * 0x00800080u; }
-
-// whether one of seven scales is beyond 2^7, so that its factor is none
-__device__ __forceinline__ bool any_large(u64 scales) {
-  const u32 low = u32(scales), high = u32(scales >> 32) & 0x00FFFFFFu;
-  return (low & ((low & 0x7F7F7F7Fu) + 0x79797979u) & 0x80808080u) |
-         (high & ((high & 0x7F7F7F7Fu) + 0x79797979u) & 0x80808080u);
-}
-
-// Eight codes to eight bfloat16.
-__device__ __forceinline__ uint4 decode(u64 codes, u32 factor) {
-  u32 v[4];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const u32 q = u32(codes >> (32 * i)), low = q << 8;
-    const u32 odd = bf16_mul((q & 0x80008000u) | ((q >> 4) & 0x07F007F0u), factor);
-    const u32 even = bf16_mul((low & 0x80008000u) | ((low >> 4) & 0x07F007F0u), factor);
-    v[2 * i] = __byte_perm(even, odd, 0x5410);
-    v[2 * i + 1] = __byte_perm(even, odd, 0x7632);
-  }
-  return make_uint4(v[0], v[1], v[2], v[3]);
-}
-
-// The decoding warpgroup. Eight threads have a row, in four passes of 16 rows a tile; three passes are on their way.
+// The decoding warpgroup: while a tile is stored, the next is loaded.
 __device__ __forceinline__ void decode_rows(u8* shared) {
-  constexpr int SLOTS = 3;
-  const u32 base = shared_address(shared), thread = threadIdx.x % 128, j = thread % 8;
-  const uint4* notes = reinterpret_cast<const uint4*>(shared + AT_NOTES);
-  const u64* const rows = reinterpret_cast<const u64*>(shared + AT_ROWS) + thread / 8;
-  u64 codes[SLOTS][7], ropes[SLOTS][2], scales[SLOTS];
-  auto load = [&](int slot, u64 row) {
-    const u64* words = reinterpret_cast<const u64*>(row) + j;
-#pragma unroll
-    for (int c = 0; c < 7; c++) codes[slot][c] = words[c * 8];
-#pragma unroll
-    for (int c = 0; c < 2; c++) ropes[slot][c] = words[56 + j + c];
-    scales[slot] = words[72 - j];
+  u32 base = shared_address(shared);
+  asm volatile("" : "+r"(base));  // kept, not found again at each use
+  RowDecoder decoder;
+  auto load = [&](int pass, u32 tile) {
+    decoder.load(pass, load_shared(base + AT_ROWS + (tile % NOTES * TILE + pass * 16 + threadIdx.x % 128 / 8) * 8));
   };
-  auto store = [&](int slot, u8* at) {
-    const bool large = any_large(scales[slot]);
-    const u64 known = large ? 0x7F7F7F7F7F7F7Full : scales[slot];
-#pragma unroll
-    for (int c = 0; c < 7; c++)
-      *reinterpret_cast<uint4*>(at + c * BLOCK_BYTES) = decode(codes[slot][c], code_factor(u32(known >> (8 * c)) & 0xFF));
-    if (large) {
-#pragma unroll 1
-      for (int c = 0; c < 7; c++) {
-        uint4& v = *reinterpret_cast<uint4*>(at + c * BLOCK_BYTES);
-        const u32 scale = e8m0_pair(u8(scales[slot] >> (8 * c)));
-        v = make_uint4(bf16_mul(v.x, scale), bf16_mul(v.y, scale), bf16_mul(v.z, scale), bf16_mul(v.w, scale));
-      }
-    }
-    *reinterpret_cast<uint4*>(at + 7 * BLOCK_BYTES) =
-        make_uint4(u32(ropes[slot][0]), u32(ropes[slot][0] >> 32), u32(ropes[slot][1]), u32(ropes[slot][1] >> 32));
+  // whether there is such a tile
+  auto planned = [&](u32 tile) -> bool {
+    barrier_wait(base + PLANNED + tile % NOTES * 8, tile / NOTES % 2);
+    return u32(load_shared(base + AT_NOTES + tile % NOTES * 16 + 8)) != STOP;
   };
 
-  // place of the thread's row of a pass; waits for the plan of a new tile; 0 at the end
-  auto find = [&](u32 pass) -> u64 {
-    const u32 tile = pass / 4, plan = tile % NOTES;
-    if (pass % 4 == 0) barrier_wait(base + PLANNED + plan * 8, tile / NOTES % 2);
-    return notes[plan].z == STOP ? 0 : rows[plan * TILE + pass % 4 * 16];
-  };
-  u64 ahead = find(0);
+  u32 tile = 0;
+  bool more = planned(0);
+  if (more) {
 #pragma unroll
-  for (int slot = 0; slot < SLOTS; slot++) {
-    if (ahead == 0) break;
-    load(slot, ahead);
-    ahead = find(slot + 1);
+    for (int pass = 0; pass < 4; pass++) load(pass, 0);
   }
-  u32 pass = 0;
-  bool more = notes[0].z != STOP;
-  u8* at = shared;
-  while (more) {
+  for (; more; tile++) {
+    more = planned(tile + 1);
+    const u32 buffer = tile % 2;
+    barrier_wait(base + EMPTY + buffer * 8, tile / 2 % 2 ^ 1);
+    // the others have left that tile for good
+    if (tile >= 3) release(base + UNPLANNED + (tile - 3) % NOTES * 8);
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++) {
-      const u32 tile = pass / 4, buffer = tile % 2;
-      if (pass % 4 == 0) {
-        if (pass > 0 && notes[tile % NOTES].z == STOP) {
-          more = false;
-          break;
-        }
-        barrier_wait(base + EMPTY + buffer * 8, tile / 2 % 2 ^ 1);
-        // the others have left that tile for good
-        if (tile >= 3) release(base + UNPLANNED + (tile - 3) % NOTES * 8);
-        at = shared + AT_K + buffer * OPERAND + block_offset(thread / 8, j);
-      }
-      store(slot, at);
-      at += 16 * BLOCK_ROW;
-      if (ahead != 0) {
-        load(slot, ahead);
-        ahead = find(pass + SLOTS + 1);
-      }
-      if (pass % 4 == 3) release(base + FULL + buffer * 8);
-      pass++;
+    for (int pass = 0; pass < 4; pass++) {
+      decoder.store(pass, base + AT_K + buffer * OPERAND);
+      load(pass, tile + 1);  // behind the last tile stands a copy of its rows
     }
+    release(base + FULL + buffer * 8);
   }
-  const u32 tile = pass / 4;
   barrier_wait(base + EMPTY + tile % 2 * 8, tile / 2 % 2 ^ 1);
   release(base + FULL + tile % 2 * 8);
 }
 
-// Adds the runs before the last, which is in `o`. They come through `place`, 32 KB of shared memory: each thread waits for
-// copies of its own only, three steps of four fragments ahead.
-__device__ __forceinline__ void join(float (&o)[128], const float4* part, u32 runs, const float2* sums, u8* place) {
-  const u32 thread = threadIdx.x % 128, slots = shared_address(place) + thread * 16;
-  const float4* from = part;
-  u32 sent = 0, run = 0;
-  auto send = [&] {
-    if (sent < 8 * (runs - 1)) {
-#pragma unroll
-      for (int k = 0; k < 4; k++) copy_async(slots + (sent % 4 * 4 + k) * 2048, from + run * PART + k * 128, true);
-      sent++;
-      if (++run + 1 == runs) run = 0, from += 4 * 128;
-    }
-    commit_copies();
-  };
-  asm volatile("fence.acq_rel.cta;" ::: "memory");  // the thread's own stores come before its copies
-  for (int i = 0; i < 3; i++) send();
-  u32 step = 0;
-#pragma unroll
-  for (int i = 0; i < 128; i += 16) {
-    float v[16] = {};
-#pragma unroll 1
-    for (u32 r = 0; r + 1 < runs; r++, step++) {
-      send();
-      wait_copies<3>();
-      const float weight[2] = {sums[r * TILE].x, sums[r * TILE + 8].x};
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        add_part(v + k * 4, *reinterpret_cast<const float4*>(place + thread * 16 + (step % 4 * 4 + k) * 2048), weight);
-    }
-    const float weight[2] = {sums[(runs - 1) * TILE].x, sums[(runs - 1) * TILE + 8].x};
-#pragma unroll
-    for (int k = 0; k < 16; k++) o[i + k] = fmaf(o[i + k], weight[k / 2 % 2], v[k]);
-  }
-  wait_copies<0>();
-}
-
-// Ends a run: stores it, or finishes the item. `place` may be used if there are runs to add.
-__device__ __forceinline__ void end_run(const HopperParams& h, float (&o)[128], const uint4& note, u32 half, u8* place,
-                                        u8* shared) {
-  const AttentionParams& p = h.attention;
+// Finishes half of the columns of an item and forgets them.
+__device__ __forceinline__ void end_item(const AttentionParams& p, float (&o)[128], const uint4& note, u32 half, const u8* shared) {
   const u32 thread = threadIdx.x % 128, low = thread / 32 * 16 + thread % 32 / 4;
-  const u32 run = note.w & 0xFFFF, runs = note.w >> 16, head = note.y * TILE + low;
-  if (runs > 1) {
-    // a block that adds up itself uses the same places for every item: they stay in the L2 cache
-    const bool alone = h.pieces == 1;
-    float4* part = alone ? reinterpret_cast<float4*>(p.part_out) + u64(blockIdx.x) * MAX_SPLITS * PART +
-                               half * (PART / 2) + thread
-                         : part_of(p, note.x, run, note.y, half, thread);
-    if (!alone || run + 1 < runs) {
-      if (alone) part += run * PART;
-#pragma unroll
-      for (int i = 0; i < 32; i++) part[i * 128] = make_float4(o[i * 4], o[i * 4 + 1], o[i * 4 + 2], o[i * 4 + 3]);
-      return;
-    }
-    join(o, part, runs, reinterpret_cast<const float2*>(shared + AT_SUMS) + low, place);
-  }
   const float* factors = reinterpret_cast<const float*>(shared + AT_FADES);
   const float factor[2] = {factors[low], factors[low + 8]};
+  finish_half(p, o, factor, half, note.x, note.y * TILE + low);
 #pragma unroll
-  for (int group = 0; group < 2; group++) {
-    u32 words[2][16];
-#pragma unroll
-    for (int t = 0; t < 16; t++)
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        words[i][t] = bf16_pair(o[group * 64 + t * 4 + i * 2] * factor[i], o[group * 64 + t * 4 + i * 2 + 1] * factor[i]);
-    finish(p, words, half * 2 + group, 0, note.x, head, [](u32 bits, int) { return bits; });
-  }
+  for (int i = 0; i < 128; i++) o[i] = 0.0f;
 }
 
 // Scores, weights and the left half of the output.
@@ -421,14 +154,14 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
   const u32 low = thread / 32 * 16 + lane / 4;  // first of the thread's two heads; the other is 8 further
   const uint4* notes = reinterpret_cast<const uint4*>(shared + AT_NOTES);
   float* const fades = reinterpret_cast<float*>(shared + AT_FADES);
-  float2* const sums = reinterpret_cast<float2*>(shared + AT_SUMS);
   const u32 q_blocks = along_columns(base + AT_Q);
   const u32 p_address = base + AT_P + block_offset(thread / 32 * 16 + lane % 16, lane / 16);
 
-  float o[128] = {}, top[2], sum[2];
-  u32 count = 0, queries = 0, messages = 0;
+  float o[128] = {};
+  Softmax softmax;
+  u32 queries = 0, messages = 0;
   bool fresh = true;
-  for (;; count++) {
+  for (u32 count = 0;; count++) {
     const u32 buffer = count % 2;
     barrier_wait(base + FULL + buffer * 8, count / 2 % 2);
     const u32 flags = notes[count % NOTES].z;
@@ -436,50 +169,12 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
     if (flags & FIRST) barrier_wait(base + Q_FULL, queries++ % 2);
     acquire();
     float s[32];
-    const u32 keys = uniform(along_columns(base + AT_K + buffer * OPERAND));
-    products_begin();
-#pragma unroll
-    for (int k = 0; k < 32; k++) {
-      const u32 step = k / 4 * (BLOCK_BYTES >> 4) + k % 4 * 2;
-      product_64(s, q_blocks + step, keys + step, k > 0);
-    }
-    products_commit();
+    begin_scores(s, q_blocks, uniform(along_columns(base + AT_K + buffer * OPERAND)));
     products_wait<0>();
     if (flags & LAST) release(base + Q_EMPTY);
 
-    const u32 valid = flags & 0xFF;
-    if (valid < TILE) {
-#pragma unroll
-      for (int i = 0; i < 32; i++)
-        if (i / 4 * 8 + quad * 2 + i % 2 >= valid) s[i] = minus_infinity();
-    }
-    if (fresh) top[0] = top[1] = minus_infinity(), sum[0] = sum[1] = 0.0f;
     float fade[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float highest = top[half];
-#pragma unroll
-      for (int i = 0; i < 32; i += 4) highest = fmaxf(highest, fmaxf(s[i + half * 2], s[i + half * 2 + 1]));
-      highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 2));
-      // weights up to 2^8 do no harm and save rescaling the output
-      fade[half] = 1.0f;
-      if (fresh || (highest - top[half]) * (SCALE * LOG2_E) > 8.0f) {
-        fade[half] = exp2_of((top[half] - highest) * (SCALE * LOG2_E));
-        top[half] = highest;
-      }
-      const float offset = top[half] * (SCALE * LOG2_E);
-      float mine = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 32; i += 4)
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          float& x = s[i + half * 2 + k];
-          x = exp2_of(fmaf(x, SCALE * LOG2_E, -offset));
-          mine += x;
-        }
-      sum[half] = fmaf(sum[half], fade[half], mine);
-    }
+    softmax.weigh(s, flags & 0xFF, fresh, fade);
     u32 weights[4][4];
 #pragma unroll
     for (int step = 0; step < 4; step++)
@@ -495,10 +190,7 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
     release(base + P_FULL);
     messages++;
 
-    if (!fresh && __any_sync(ALL, fade[0] != 1.0f || fade[1] != 1.0f)) {
-#pragma unroll
-      for (int i = 0; i < 128; i++) o[i] *= fade[i / 2 % 2];
-    }
+    if (!fresh) fade_out(o, fade);
     const u32 values = uniform(along_rows(base + AT_K + buffer * OPERAND));
     products_begin();
 #pragma unroll
@@ -508,37 +200,21 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
     }
     products_commit();
     products_wait<0>();
-    fresh = flags & RUN_ENDS;
-    if (!fresh) {
-      release(base + EMPTY + buffer * 8);
-      continue;
-    }
     const uint4 note = notes[count % NOTES];
-    const u32 run = note.w & 0xFFFF, runs = note.w >> 16;
-    const bool joins = h.pieces == 1 && flags & LAST && runs > 1;
-    if (!joins) release(base + EMPTY + buffer * 8);
+    release(base + EMPTY + buffer * 8);
+    fresh = flags & LAST;
+    if (!fresh) continue;
     barrier_wait(base + P_EMPTY, messages % 2 ^ 1);
+    softmax.add_up();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      sum[half] += __shfl_xor_sync(ALL, sum[half], 1);
-      sum[half] += __shfl_xor_sync(ALL, sum[half], 2);
-      if (quad != 0) continue;
-      const u32 row = low + half * 8, head = note.y * TILE + row;
-      const float2 mine = make_float2(top[half] * SCALE, sum[half]);
-      if (runs > 1 && h.pieces > 1) {
-        if (head < p.heads) p.part_sums[(u64(note.x) * MAX_SPLITS + run) * p.heads + head] = mine;
-        continue;
-      }
-      sums[run * TILE + row] = mine;
-      if (flags & LAST) fades[row] = weights_of(p, head, sums + row, TILE, runs, [&](u32 r, float w) { sums[r * TILE + row].x = w; });
+      const u32 head = min(note.y * TILE + low + half * 8, p.heads - 1);
+      if (quad == 0)
+        fades[low + half * 8] = 1.0f / (softmax.sum[half] + expf(p.sink[head] - softmax.top[half] * SCALE));
     }
     release(base + P_FULL);
     messages++;
-    end_run(h, o, note, 0, shared + AT_K + buffer * OPERAND, shared);
-    if (joins) release(base + EMPTY + buffer * 8);
-    // no value lives on beyond this
-#pragma unroll
-    for (int i = 0; i < 128; i++) o[i] = 0.0f;
+    end_item(p, o, note, 0, shared);
   }
 }
 
@@ -561,53 +237,38 @@ __device__ __forceinline__ void add_right(const HopperParams& h, u8* shared) {
     barrier_wait(base + P_FULL, messages++ % 2);
     acquire();
     const float fade[2] = {fades[low], fades[low + 8]};
-    if (!fresh && __any_sync(ALL, fade[0] != 1.0f || fade[1] != 1.0f)) {
-#pragma unroll
-      for (int i = 0; i < 128; i++) o[i] *= fade[i / 2 % 2];
-    }
-    const u32 values = uniform(along_rows(base + AT_K + buffer * OPERAND + 4 * BLOCK_BYTES));
-    products_begin();
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-      product_128<0>(o, weights + step * 2, values + step * (16 * BLOCK_ROW >> 4));
-      product_128<64>(o, weights + step * 2, values + (2 * BLOCK_BYTES + step * 16 * BLOCK_ROW >> 4));
-    }
-    products_commit();
-    products_wait<0>();
-    release(base + P_EMPTY);
-    fresh = flags & RUN_ENDS;
-    if (!fresh) {
-      release(base + EMPTY + buffer * 8);
-      continue;
-    }
+    if (!fresh) fade_out(o, fade);
+    add_values(o, weights, uniform(along_rows(base + AT_K + buffer * OPERAND + OPERAND / 2)));
     const uint4 note = notes[count % NOTES];
-    const bool joins = h.pieces == 1 && flags & LAST && note.w >> 16 > 1;
-    if (!joins) release(base + EMPTY + buffer * 8);
-    barrier_wait(base + P_FULL, messages++ % 2);
-    end_run(h, o, note, 1, shared + AT_K + buffer * OPERAND + OPERAND / 2, shared);
     release(base + P_EMPTY);
-    if (joins) release(base + EMPTY + buffer * 8);
-#pragma unroll
-    for (int i = 0; i < 128; i++) o[i] = 0.0f;
+    release(base + EMPTY + buffer * 8);
+    fresh = flags & LAST;
+    if (!fresh) continue;
+    barrier_wait(base + P_FULL, messages++ % 2);
+    end_item(h.attention, o, note, 1, shared);
+    release(base + P_EMPTY);
   }
 }
 
-// Grid: at most one block a multiprocessor, 512 threads. Shared memory: HOPPER_BYTES.
+#endif  // sm_90a
+
+// Grid: at most one block a multiprocessor, 512 threads. Shared memory: WHOLE_BYTES.
 extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_constant__ HopperParams h) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < 2; i++) {
-      barrier_init(base + FULL + i * 8, 4);
-      barrier_init(base + EMPTY + i * 8, 8);
+      barrier_init(base + FULL + i * 8, 4 * WARP);
+      barrier_init(base + EMPTY + i * 8, 8 * WARP);
     }
-    barrier_init(base + Q_FULL, 2);
-    barrier_init(base + Q_EMPTY, 4);
-    barrier_init(base + P_FULL, 4);
-    barrier_init(base + P_EMPTY, 4);
+    barrier_init(base + Q_FULL, 2 * WARP);
+    barrier_init(base + Q_EMPTY, 4 * WARP);
+    barrier_init(base + P_FULL, 4 * WARP);
+    barrier_init(base + P_EMPTY, 4 * WARP);
     for (u32 i = 0; i < NOTES; i++) {
-      barrier_init(base + PLANNED + i * 8, 2);
-      barrier_init(base + UNPLANNED + i * 8, 4);
+      barrier_init(base + PLANNED + i * 8, 2 * WARP);
+      barrier_init(base + UNPLANNED + i * 8, 4 * WARP);
     }
   }
   __syncthreads();
@@ -620,81 +281,14 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_
     take_registers<160>();
     add_right(h, shared);
   } else if (group == 2) {
-    give_registers<104>();
+    give_registers<112>();
     decode_rows(shared);
   } else {
-    give_registers<40>();
+    give_registers<32>();
     if (threadIdx.x % 128 < 64)
       plan(h, shared);
     else
       fetch_queries(h, shared);
   }
-}
-
-#endif  // sm_90a
-
-// Adds the runs of queries that have several, in order. Grid (4 groups of columns * head blocks, rows), 512 threads: four
-// times the threads that wrote, each with 4 of their 16 fragments.
-extern "C" __global__ void __launch_bounds__(512) attend_hopper_join(const __grid_constant__ AttentionParams p) {
-  __shared__ u32 magnitudes[2][4][TILE / 2];
-  wait_for_inputs();
-  const u32 group = blockIdx.x % 4, block = blockIdx.x / 4, row = blockIdx.y;
-  const u32 thread = threadIdx.x % 128, quarter = threadIdx.x / 128;
-  const Sequence s = p.sequences[p.sequence[row]];
-  const Tiles t = tiles_of<TILE>(p, row, s.start + row - s.first_row);
-  const u32 runs = runs_of(t.total);
-  if (runs == 1) return;
-  const float4* part = part_of(p, row, 0, block, group / 2, thread) + (group % 2 * 16 + quarter * 4) * 128;
-  const u64 step = u64((p.heads + TILE - 1) / TILE) * PART;
-  constexpr int EARLY = 4;  // runs that are asked for before anything is known of their weights
-  float4 early[EARLY][4];
-#pragma unroll
-  for (int r = 0; r < EARLY; r++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (r < runs) early[r][i] = part[r * step + i * 128];
-  const u32 head = block * TILE + thread / 32 * 16 + thread % 32 / 4;
-  __shared__ float weights[MOST_RUNS][TILE];
-  float factor[2], v[16] = {};
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const float2* sums = p.part_sums + u64(row) * MAX_SPLITS * p.heads + min(head + half * 8, p.heads - 1);
-    // every quarter finds the same
-    factor[half] = weights_of(p, head + half * 8, sums, p.heads, runs, [&](u32 r, float weight) {
-      weights[r][head % TILE + half * 8] = weight;
-    });
-  }
-  __syncwarp();
-  auto weight_of = [&](u32 r, float (&w)[2]) {
-    w[0] = weights[r][head % TILE];
-    w[1] = weights[r][head % TILE + 8];
-  };
-  float w[2];
-#pragma unroll
-  for (int r = 0; r < EARLY; r++) {
-    if (r >= runs) continue;
-    weight_of(r, w);
-#pragma unroll
-    for (int i = 0; i < 4; i++) add_part(v + i * 4, early[r][i], w);
-  }
-#pragma unroll 4
-  for (u32 r = EARLY; r < runs; r++) {
-    weight_of(r, w);
-#pragma unroll
-    for (int i = 0; i < 4; i++) add_part(v + i * 4, part[r * step + i * 128], w);
-  }
-  u32 words[2][4];
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      words[half][i] = bf16_pair(v[i * 4 + half * 2] * factor[half], v[i * 4 + half * 2 + 1] * factor[half]);
-  finish(p, words, group, quarter * 4, row, head, [&](u32 bits, int half) {
-    const u32 at = thread / 32 * 8 + thread % 32 / 4;
-    if (thread % 4 == 0) magnitudes[half][quarter][at] = bits;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 4; i++) bits = max(bits, magnitudes[half][i][at]);
-    return bits;
-  });
+#endif
 }

@@ -32,11 +32,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
       : "memory");
 }
 
-// One arrival for a warp: what its lanes wrote may be read, what they and their products read may be overwritten.
-__device__ __forceinline__ void release(u32 barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
+// A warp's arrivals: what its lanes wrote may be read, what they and their products read may be overwritten. Every lane
+// arrives, which costs nothing that can be measured, and race checkers understand it.
+constexpr u32 WARP = 32;
+__device__ __forceinline__ void release(u32 barrier) { barrier_arrive(barrier); }
 
 // After waiting for what other threads wrote to shared memory, before products read it. The readers do this: writers with
 // loads under way would wait for those.
@@ -123,4 +122,20 @@ __device__ __forceinline__ float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// ---- shared memory by its address ----
+
+__device__ __forceinline__ u64 load_shared(u32 address) {
+  u64 v;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void store_word(u32 address, u64 v) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
 }

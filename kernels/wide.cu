@@ -420,8 +420,8 @@ __device__ __forceinline__ void walk(u32 tiles, u8* shared, At at) {
   Ring<W::WEIGHT_STAGES> weights(barriers);
   Ring<W::INPUT_STAGES> inputs(barriers + 16 * W::WEIGHT_STAGES);
   if (threadIdx.x == 0) {
-    weights.init(128, 8);  // threads; warps
-    inputs.init(1, 8);
+    weights.init(128, 8 * WARP);  // threads; warps
+    inputs.init(1, 8 * WARP);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

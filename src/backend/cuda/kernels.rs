@@ -146,6 +146,7 @@ mod tests {
         let inventory = kernels();
         let files = [
             "attention",
+            "attention_runs_sm90",
             "attention_sm90",
             "compressor",
             "hyper",

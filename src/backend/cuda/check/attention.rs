@@ -32,7 +32,7 @@ pub(super) fn attend(lab: &mut Lab<'_>) -> Result<()> {
     let long: &[(LayerKind, usize)] = if lab.small {
         &[(LayerKind::C4a, 1700)]
     } else {
-        &[(LayerKind::C4a, 1700), (LayerKind::C4a, 3003), (LayerKind::C128a, 36_000)]
+        &[(LayerKind::C4a, 1700), (LayerKind::C4a, 3003), (LayerKind::C128a, 20_000)]
     };
     for &(kind, position) in long {
         let head_counts: &[usize] = if lab.small { &[64] } else { &[8, 24, 64, 128] };

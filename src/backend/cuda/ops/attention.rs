@@ -1,4 +1,4 @@
-//! `kernels/attention.cu` and `attention_sm90.cu`: sparse attention over window and entries.
+//! `kernels/attention.cu`, `attention_sm90.cu` and `attention_runs_sm90.cu`: sparse attention over window and entries.
 
 use super::super::device::{Gpu, Limits};
 use super::super::memory::Buffer;
@@ -112,18 +112,17 @@ struct HopperParams {
     attention: AttentionParams,
     items: u32,
     pieces: u32,
-    whole: u32,
-    pad: u32,
 }
 // SAFETY: mirrors `HopperParams`.
 unsafe impl Params for HopperParams {}
 
-/// Heads of a block and keys of a tile of the kernels for Hopper, tiles of a run, most runs of a query, and the bytes of a
-/// block's shared memory.
+/// Of the kernels for Hopper: heads of a block and keys of a tile; tiles of a run, about; most runs of a query; bytes of a
+/// block's shared memory, for keys in order and in runs.
 const HOPPER_TILE: usize = 64;
-const HOPPER_RUN: usize = 4;
-const HOPPER_RUNS: usize = 16;
-const HOPPER_SHARED: usize = 217_664;
+const HOPPER_RUN: usize = 3;
+const HOPPER_RUNS: usize = 15;
+const HOPPER_WHOLE_SHARED: usize = 209_472;
+const HOPPER_RUNS_SHARED: usize = 225_008;
 
 /// Heads and keys of a block, and the bytes of its shared memory as in the kernel's `Shape`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -253,14 +252,17 @@ fn launch_portable(stream: &Stream, params: AttentionParams, rows: usize, most_k
 fn launch_hopper(stream: &Stream, attention: AttentionParams, rows: usize, most_keys: Option<usize>) -> Result<()> {
     let (blocks, device) =
         ((attention.heads as usize).div_ceil(HOPPER_TILE), stream.gpu().limits().multiprocessors as usize);
-    let pieces = most_keys.map_or(1, |keys| hopper_pieces(rows * blocks, keys, device));
+    let most_tiles = most_keys.map(|keys| most_tiles(keys, attention.window as usize, attention.ratio > 0));
+    let pieces = most_tiles.map_or(1, |tiles| hopper_pieces(rows * blocks, tiles, device));
     let items = rows * blocks * pieces;
-    let whole = u32::from(most_keys.is_none());
-    let params =
-        HopperParams { attention, items: word("attention items", items)?, pieces: pieces as u32, whole, pad: 0 };
-    let launch = Launch { grid: [items.min(device), 1, 1], block: 512, shared: HOPPER_SHARED };
+    let params = HopperParams { attention, items: word("attention items", items)?, pieces: pieces as u32 };
+    let (kernel, shared) = match most_keys {
+        None => ("attend_hopper", HOPPER_WHOLE_SHARED),
+        Some(_) => ("attend_hopper_runs", HOPPER_RUNS_SHARED),
+    };
+    let launch = Launch { grid: [items.min(device), 1, 1], block: 512, shared };
     // SAFETY: as above.
-    unsafe { stream.launch(stream.gpu().kernel("attend_hopper")?, launch, &params)? };
+    unsafe { stream.launch(stream.gpu().kernel(kernel)?, launch, &params)? };
     if pieces == 1 {
         return Ok(());
     }
@@ -269,10 +271,14 @@ fn launch_hopper(stream: &Stream, attention: AttentionParams, rows: usize, most_
     unsafe { stream.launch(stream.gpu().kernel("attend_hopper_join")?, launch, &attention) }
 }
 
+/// Most tiles of a query with `most_keys` keys. Window and entries are tiled apart, so that both may end with a part of one.
+fn most_tiles(most_keys: usize, window: usize, has_entries: bool) -> usize {
+    if has_entries { most_keys / HOPPER_TILE + 2 } else { most_keys.min(window).div_ceil(HOPPER_TILE) }
+}
+
 /// Blocks that share the runs of a query, so that all `device` multiprocessors have work: results do not depend on it.
-fn hopper_pieces(blocks: usize, most_keys: usize, device: usize) -> usize {
-    // window and entries are tiled apart: one more partial tile than the keys alone would need
-    let runs = (most_keys / HOPPER_TILE + 2).div_ceil(HOPPER_RUN).min(HOPPER_RUNS);
+fn hopper_pieces(blocks: usize, most_tiles: usize, device: usize) -> usize {
+    let runs = most_tiles.div_ceil(HOPPER_RUN).clamp(1, HOPPER_RUNS);
     (device / blocks.max(1)).clamp(1, runs)
 }
 
@@ -307,8 +313,10 @@ mod tests {
     }
     #[test]
     fn few_queries_are_cut_until_the_device_is_full_and_never_beyond_their_runs() {
-        assert_eq!([1, 8, 44, 64, 128, 4096].map(|blocks| hopper_pieces(blocks, 640, 132)), [3, 3, 3, 2, 1, 1]);
-        assert_eq!([1, 8, 64].map(|blocks| hopper_pieces(blocks, 8320, 132)), [16, 16, 2]);
-        assert_eq!(hopper_pieces(1, 128, 132), 1, "a window is one run");
+        let tiles = most_tiles(640, 128, true);
+        assert_eq!([1, 8, 44, 64, 128, 4096].map(|blocks| hopper_pieces(blocks, tiles, 132)), [4, 4, 3, 2, 1, 1]);
+        let tiles = most_tiles(8320, 128, true);
+        assert_eq!([1, 8, 64].map(|blocks| hopper_pieces(blocks, tiles, 132)), [15, 15, 2]);
+        assert_eq!(hopper_pieces(1, most_tiles(1000, 128, false), 132), 1, "a window is one run");
     }
 }
