@@ -1,5 +1,5 @@
 // Sparse attention for Hopper in runs of a query's keys, for decoding: what `attend_split_*` of attention.cu computes, with
-// warpgroup products. Compiled for sm_90a only; for other architectures the kernels are empty and never launched.
+// warpgroup products. There is `attend_hopper_runs` for sm_90a only.
 //
 // A block has 64 heads of one query and walks over tiles of 64 keys. Its four warpgroups: one scores, one has the left half
 // of the output's columns, one the right half, and one looks up where the rows of coming tiles lie and decodes them to

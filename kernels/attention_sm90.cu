@@ -1,5 +1,5 @@
 // Sparse attention for Hopper, all keys of a query in order, for prompts: what `attend_*` of attention.cu computes, with
-// warpgroup products. Compiled for sm_90a only; for other architectures the kernel is empty and never launched.
+// warpgroup products. Compiled for sm_90a only.
 //
 // A block has 64 heads of one query and walks over tiles of 64 keys. Its four warpgroups: one plans, that is looks up where
 // the rows of coming tiles lie, and fetches queries; one decodes rows to bfloat16 in shared memory, two tiles ahead; one
@@ -250,11 +250,8 @@ __device__ __forceinline__ void add_right(const HopperParams& h, u8* shared) {
   }
 }
 
-#endif  // sm_90a
-
 // Grid: at most one block a multiprocessor, 512 threads. Shared memory: WHOLE_BYTES.
 extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_constant__ HopperParams h) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   if (threadIdx.x == 0) {
@@ -290,5 +287,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper(const __grid_
     else
       fetch_queries(h, shared);
   }
-#endif
 }
+
+#endif  // sm_90a

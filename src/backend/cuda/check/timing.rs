@@ -66,7 +66,7 @@ const RANDOM_ROWS: usize = 1700 * 64 * ROW_BYTES;
 /// As opening the device; `OutOfMemory` below some 12 GB of free device memory.
 pub fn timings(device: u32, only: Option<&str>, seen: &mut dyn FnMut(&Timing)) -> Result<()> {
     type Run = fn(&mut Bench<'_>) -> Result<()>;
-    let groups: [(&str, Run); 8] = [
+    let groups: [(&str, Run); 9] = [
         ("linear", linear),
         ("experts", experts),
         ("hyper", hyper),
