@@ -1,5 +1,5 @@
 // Sparse attention for Hopper in runs of a query's keys, for decoding: what `attend_split_*` of attention.cu computes, with
-// warpgroup products. There is `attend_hopper_runs` for sm_90a only.
+// warpgroup products. For sm_90a only.
 //
 // A block has 64 heads of one query and walks over tiles of 64 keys. Its four warpgroups: one scores, one has the left half
 // of the output's columns, one the right half, and one looks up where the rows of coming tiles lie and decodes them to
@@ -10,6 +10,8 @@
 // never depend on the batch: a block that has all runs of its query adds them itself, in order, each thread from what it
 // wrote; otherwise `attend_hopper_join` does, with the same sums.
 #include "attention_sm90.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 constexpr u32 NOTES = 8;  // tiles that are looked up ahead, and a few that are in use
 constexpr u32 MOST_RUNS = 15;
@@ -36,14 +38,6 @@ __device__ __forceinline__ u32 half_pair(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-__device__ __forceinline__ float2 half_values(u32 pair) {
-  float2 v;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
-      : "=f"(v.x), "=f"(v.y)
-      : "r"(pair));
-  return v;
-}
-
 // What a row of 256 columns with this largest magnitude is multiplied by, and its inverse.
 __device__ __forceinline__ float2 part_scale(u32 magnitude) {
   const u32 exponent = min(268 - (magnitude >> 23), 253u);
@@ -85,8 +79,6 @@ __device__ __forceinline__ void add_part(float* v, uint4 x, const float (&weight
     v[i * 2 + 1] = fmaf(pair.y, weight[i % 2], v[i * 2 + 1]);
   }
 }
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // The part of a query's tiles that an item has.
 struct Item {
@@ -157,7 +149,7 @@ struct Planner {
     c.stop = c.count;
   }
 
-  __device__ __forceinline__ void start(const HopperParams& h) {
+  __device__ __forceinline__ void start(const HopperParams& h, uint4* notes) {
     const u32 thread = threadIdx.x % 128;
     at[thread] = offset[thread] = 0;
     kind[thread] = paged[thread] = STAGED;
@@ -166,6 +158,7 @@ struct Planner {
     c.number = blockIdx.x;
     c.stop = ~0u;
     begin(h, c);
+    if (c.stop != ~0u && thread == 0) notes[c.stop] = make_uint4(0, 0, STOP, 0);
     if (thread % 32 == 0) cursors[thread / 32] = c;
     __syncwarp();
   }
@@ -203,7 +196,6 @@ struct Planner {
     stop = c.stop;
     if (stop != ~0u) {
       commit_copies();
-      if (thread == 0) notes[c.count % NOTES] = make_uint4(0, 0, STOP, 0);
       return row;
     }
     const u32 mine = thread % 16 / 4 * 16 + thread / 32 * 4 + thread % 4;
@@ -240,6 +232,7 @@ struct Planner {
       c.number += gridDim.x;
       begin(h, c);
       stop = c.stop;
+      if (stop != ~0u && thread == 0) notes[stop % NOTES] = make_uint4(0, 0, STOP, 0);
     }
     if (thread % 32 == 0) cursors[thread / 32] = c;
     __syncwarp();
@@ -255,7 +248,7 @@ __device__ __forceinline__ void decode_rows(const HopperParams& h, u8* shared) {
   uint4* const notes = reinterpret_cast<uint4*>(shared + AT_NOTES);
   RowDecoder decoder;
   Planner& planner = *reinterpret_cast<Planner*>(shared + AT_PLAN);
-  planner.start(h);
+  planner.start(h, notes);
   u32 stop;
 #pragma unroll 1
   for (int i = 0; i < 3; i++) planner.step(h, notes, stop);
@@ -536,8 +529,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper_runs(const __
   }
 }
 
-#endif  // sm_90a
-
 // Adds the runs of queries that have several, in order. Grid (4 groups of columns * head blocks, rows), 512 threads: four
 // times the threads that wrote, each with 4 of their 16 fragments.
 extern "C" __global__ void __launch_bounds__(512) attend_hopper_join(const __grid_constant__ AttentionParams p) {
@@ -603,3 +594,5 @@ extern "C" __global__ void __launch_bounds__(512) attend_hopper_join(const __gri
     return bits;
   });
 }
+
+#endif  // sm_90a

@@ -141,6 +141,7 @@ __device__ __forceinline__ void decode_rows(u8* shared) {
 __device__ __forceinline__ void end_item(const AttentionParams& p, float (&o)[128], const uint4& note, u32 half, const u8* shared) {
   const u32 thread = threadIdx.x % 128, low = thread / 32 * 16 + thread % 32 / 4;
   const float* factors = reinterpret_cast<const float*>(shared + AT_FADES);
+  __syncwarp();  // the scoring warps read what their own lanes wrote
   const float factor[2] = {factors[low], factors[low + 8]};
   finish_half(p, o, factor, half, note.x, note.y * TILE + low);
 #pragma unroll

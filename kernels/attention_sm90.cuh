@@ -22,6 +22,8 @@ struct HopperParams {
   u32 pieces;  // blocks that share the runs of a query
 };
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
 constexpr float SCALE = 0.04419417382415922f;  // 512^-0.5
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -40,6 +42,26 @@ __device__ __forceinline__ void transpose4(u32 (&w)[4]) {
       else
         w[i + step] = other;
     }
+}
+
+__device__ __forceinline__ float2 half_values(u32 pair) {
+  float2 v;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(v.x), "=f"(v.y)
+      : "r"(pair));
+  return v;
+}
+
+// A pair rounded to E4M3 times a scale; NaN stays NaN.
+__device__ __forceinline__ u32 round_pair(u32 pair, float scale, float inverse) {
+  u16 codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(codes)
+      : "f"(high_value(pair) * inverse), "f"(low_value(pair) * inverse));
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  const float2 v = half_values(halves);
+  return bf16_pair(v.x * scale, v.y * scale);
 }
 
 // Finishes columns of 16 heads that a warp holds as TILES fragments of 8 columns, scaled and packed: rotates back, rounds,
@@ -71,12 +93,7 @@ __device__ __forceinline__ void finish(const AttentionParams& p, u32 (&words)[2]
         bits = max(bits, max(magnitude_bits(low_value(words[half][t])), magnitude_bits(high_value(words[half][t]))));
       const float scale = e4m3_scale(__uint_as_float(widen(warp_max<4>(bits), half))), inverse = 1.0f / scale;
 #pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        float v[2] = {low_value(words[half][t]), high_value(words[half][t])};
-#pragma unroll
-        for (int i = 0; i < 2; i++) v[i] = scale != scale ? scale : round_e4m3(clamp_to(v[i] * inverse, 448.0f)) * scale;
-        words[half][t] = bf16_pair(v[0], v[1]);
-      }
+      for (int t = 0; t < TILES; t++) words[half][t] = round_pair(words[half][t], scale, inverse);
     }
   }
 #pragma unroll
@@ -90,8 +107,6 @@ __device__ __forceinline__ void finish(const AttentionParams& p, u32 (&words)[2]
                                   (begin + t + quad) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
     }
 }
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // A factor for E4M3 codes that lie as bfloat16 bits: 2^120 times the scale.
 __device__ __forceinline__ u32 code_factor(u32 scale) { return scale * 0x00800080u + 120u * 0x00800080u; }

@@ -51,7 +51,7 @@ struct Store {
   }
 };
 
-// grid (max(rows, sequences), 5)
+// grid rows + 4 * sequences
 extern "C" __global__ void __launch_bounds__(THREADS, 4) compress4_main(const __grid_constant__ CompressParams p) {
   wait_for_inputs();
   compress4<HEAD_DIM>(p, Store<HEAD_DIM, PAGE_ROWS>{p});
@@ -61,8 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) compress4_index(const _
   compress4<INDEX_DIM>(p, Store<INDEX_DIM, PAGE_ROWS>{p});
 }
 
-// grid rows
-extern "C" __global__ void __launch_bounds__(THREADS, 4) compress128(const __grid_constant__ CompressParams p) {
+// grid rows, 512 threads
+extern "C" __global__ void __launch_bounds__(HEAD_DIM) compress128(const __grid_constant__ CompressParams p) {
   wait_for_inputs();
   compress128_rows(p, Store<HEAD_DIM, NARROW_ROWS>{p});
 }

@@ -2,9 +2,9 @@
 // (src/backend/cpu/compressor.rs), and the state behind the step.
 //
 // compress4: entry j pools the first-half channels of tokens 4j-4.. and the second-half ones of 4j..; a token before the
-// step comes from the state. A block takes a token that completes an entry; others return at once. Blocks y = 1..4 write
-// slot y-1 of the new state. compress128: a running (max, sum, accumulator) per channel; a block takes the last token of
-// a group within the step. 128 threads, DIM / 128 neighbouring channels each. The new state goes to pages of its own,
+// step comes from the state. A block takes a token that completes an entry; others return at once. Behind the tokens' blocks
+// there are four a sequence, one a slot of the new state. compress128: a running (max, sum, accumulator) per channel; a block takes the last token of
+// a group within the step. 128 threads, DIM / 128 neighbouring channels each; compress128 pools with one channel a thread. The new state goes to pages of its own,
 // never over the old one, which other blocks still read. Portable.
 #pragma once
 #include "rows.cuh"
@@ -63,9 +63,9 @@ __device__ __forceinline__ void compress4(const CompressParams& p, Finish finish
     g = p.g[at] + p.ape[q % 4 * WIDTH + c];
   };
 
-  if (blockIdx.y > 0) {  // slot of the new state
-    const u32 index = blockIdx.x, slot = blockIdx.y - 1;
-    if (index >= p.count) return;
+  const u32 rows = gridDim.x - 4 * p.count;
+  if (blockIdx.x >= rows) {  // slot of the new state
+    const u32 index = (blockIdx.x - rows) / 4, slot = (blockIdx.x - rows) % 4;
     state.open(p.state, index);
     fresh.open(p.fresh, index);
     const Sequence s = p.sequences[index];
@@ -163,42 +163,44 @@ __device__ __forceinline__ void compress128_rows(const CompressParams& p, Finish
   state.open(p.state, index);
   fresh.open(p.fresh, index);
   __syncthreads();
-  const u32 c = threadIdx.x * CH;
-  float top[CH], sum[CH], acc[CH];
-  const u32 group = position / RATIO * RATIO;
+  const u32 c = threadIdx.x, group = position / RATIO * RATIO;
   const bool goes_on = group < s.start;
+  float top = goes_on ? state[c] : minus_infinity();
+  float sum = goes_on ? state[DIM + c] : 0.0f;
+  float acc = goes_on ? state[2 * DIM + c] : 0.0f;
+  constexpr u32 BATCH = 16;  // tokens that are on their way together
+  for (u32 first = goes_on ? s.start : group; first <= position; first += BATCH) {
+    float u[BATCH], g[BATCH];
 #pragma unroll
-  for (int i = 0; i < CH; i++) {
-    top[i] = goes_on ? state[c + i] : minus_infinity();
-    sum[i] = goes_on ? state[DIM + c + i] : 0.0f;
-    acc[i] = goes_on ? state[2 * DIM + c + i] : 0.0f;
-  }
-#pragma unroll 4
-  for (u32 q = goes_on ? s.start : group; q <= position; q++) {
-    const u64 at = u64(s.first_row + q - s.start) * DIM + c;
-    const float4 u4 = *reinterpret_cast<const float4*>(p.u + at), g4 = *reinterpret_cast<const float4*>(p.g + at);
-    const float4 a4 = *reinterpret_cast<const float4*>(p.ape + q % RATIO * DIM + c);
-    const float u[4] = {u4.x, u4.y, u4.z, u4.w};
-    const float g[4] = {g4.x + a4.x, g4.y + a4.y, g4.z + a4.z, g4.w + a4.w};
+    for (u32 i = 0; i < BATCH; i++) {
+      const u32 q = first + i;
+      if (q > position) continue;
+      const u64 at = u64(s.first_row + q - s.start) * DIM + c;
+      u[i] = p.u[at];
+      g[i] = p.g[at] + p.ape[q % RATIO * DIM + c];
+    }
 #pragma unroll
-    for (int i = 0; i < CH; i++) {
-      const bool rises = g[i] > top[i];
-      const float e = expf(rises ? top[i] - g[i] : g[i] - top[i]);
-      sum[i] = rises ? sum[i] * e + 1.0f : sum[i] + e;
-      acc[i] = rises ? acc[i] * e + u[i] : acc[i] + e * u[i];
-      top[i] = rises ? g[i] : top[i];
+    for (u32 i = 0; i < BATCH; i++) {
+      if (first + i > position) continue;
+      const bool rises = g[i] > top;
+      const float e = expf(rises ? top - g[i] : g[i] - top);
+      sum = rises ? sum * e + 1.0f : sum + e;
+      acc = rises ? acc * e + u[i] : acc + e * u[i];
+      top = rises ? g[i] : top;
     }
   }
   if (is_last) {
-#pragma unroll
-    for (int i = 0; i < CH; i++) {
-      fresh[c + i] = completes ? minus_infinity() : top[i];
-      fresh[DIM + c + i] = completes ? 0.0f : sum[i];
-      fresh[2 * DIM + c + i] = completes ? 0.0f : acc[i];
-    }
+    fresh[c] = completes ? minus_infinity() : top;
+    fresh[DIM + c] = completes ? 0.0f : sum;
+    fresh[2 * DIM + c] = completes ? 0.0f : acc;
   }
   if (!completes) return;
+  __shared__ float pooled[DIM];
+  pooled[c] = acc / sum;
+  __syncthreads();
+  if (threadIdx.x >= THREADS) return;
+  float mine[CH];
 #pragma unroll
-  for (int i = 0; i < CH; i++) acc[i] = acc[i] / sum[i];
-  finish(row, index, position / RATIO, acc);
+  for (int i = 0; i < CH; i++) mine[i] = pooled[threadIdx.x * CH + i];
+  finish(row, index, position / RATIO, mine);
 }

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) pool4_index(const __gri
   wait_for_inputs();
   compress4<INDEX_DIM>(p.compress, Keep<INDEX_DIM>{p.pooled});
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 4) pool128(const __grid_constant__ PoolParams p) {
+extern "C" __global__ void __launch_bounds__(HEAD_DIM) pool128(const __grid_constant__ PoolParams p) {
   wait_for_inputs();
   compress128_rows(p.compress, Keep<HEAD_DIM>{p.pooled});
 }

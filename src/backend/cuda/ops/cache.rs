@@ -298,10 +298,10 @@ impl Compress<'_> {
         })
     }
 
-    /// A block a row, and for ratio 4 one a slot of the new state.
+    /// A block a row, and for ratio 4 one a slot of each new state.
     pub(super) fn launch(&self) -> Launch {
-        let depth = if self.kind == Compressor::Main128 { 1 } else { 5 };
-        Launch { grid: [self.sequence.len(), depth, 1], block: 128, shared: 0 }
+        let (slots, block) = if self.kind == Compressor::Main128 { (0, HEAD_DIM as u32) } else { (4, 128) };
+        Launch { grid: [self.sequence.len() + slots * self.sequences.len(), 1, 1], block, shared: 0 }
     }
 }
 
