@@ -4,9 +4,9 @@
 //! tokens, the other jobs of the call, the number of threads, or how rows are split over them. Sums are float32, in an
 //! order that [`super::simd`] fixes. Nothing is rounded to bf16 here, and no activation is quantised: callers do both.
 //!
-//! One token whose values were rounded to E4M3, as quantised numerics do, meets E2M1 weights in integers where the level
-//! has a kernel for that: faster, same bits. It is recognised by its values, so callers need not say how an input came about.
-//! A few such tokens are taken one by one, band by band of the weights, which then come from the cache.
+//! Tokens whose values were rounded to E4M3, as quantised numerics do, meet E2M1 weights in integers where the level has a
+//! kernel for that, alone or a few together: faster, same bits. They are recognised by their values, so callers need not say
+//! how an input came about. For a few tokens other weights are decoded in registers, for more to memory.
 //!
 //! Inputs are first brought into the column order in which the weights decode (once per input and storage, however many
 //! jobs share it). For E4M3 the tile scales go into a copy of the input, made per band of 128 rows, with the largest
@@ -14,15 +14,16 @@
 //! single products below `2^-86` of the band's largest scale lose bits to the subnormal range.
 #![forbid(unsafe_code)]
 
-use std::ops::Range;
+mod input;
 
 use super::Pool;
 use super::simd::{
-    Block, DIGIT_COLS, DigitDots, Digits, Dots, Form, K_BLOCK, Rows, Simd, Storage, TOKEN_BLOCK, permutation, scale,
+    Block, DIGIT_TOKENS, DigitDots, Digits, Dots, Few, FewDigitDots, K_BLOCK, Rows, Simd, Storage, TOKEN_BLOCK, scale,
 };
 use crate::error::{Error, Result, bail};
 use crate::tensor::format::e8m0_value;
 use crate::tensor::{MatrixFormat, MatrixRef, Scales};
+use input::{Input, prepare};
 
 /// One product; several run in one parallel region, so that small matrices share it.
 #[derive(Debug)]
@@ -99,7 +100,10 @@ pub fn run(pool: &Pool, simd: Simd, scratch: &mut Scratch, jobs: &mut [Job<'_>])
     let mut slices = bands.split_outputs(&plans, outputs)?;
     let mut units = bands.units(&plans, &mut slices)?;
     let workers = if bands.is_small(&plans) { &mut workers[..1] } else { &mut workers[..] };
-    pool.share(workers, &mut units, |unit, worker| unit.run(simd, prepared, digits, worker));
+    let mut groups = Vec::new();
+    reserve(&mut groups, units.len(), "the units of a step")?;
+    groups.extend(units.chunk_by_mut(Unit::are_tokens_of_a_band));
+    pool.share(workers, &mut groups, |units, worker| run_units(units, simd, prepared, digits, worker));
     Ok(())
 }
 
@@ -118,11 +122,12 @@ impl Plan<'_> {
     }
 }
 
-/// Most tokens that meet E2M1 weights in integers, one by one. Decoding a weight to float32 takes as long as multiplying it
-/// three or four times in integers, and multiplying in float32 is no faster by much.
+/// Most tokens for which decoding weights to memory does not pay: [`Few`] decodes in registers, once for up to six or eight
+/// tokens. To float32 an E2M1 weight takes as long as three or four products with it in integers, and products in float32
+/// are not much faster, so quantised tokens meet those in integers ([`FewDigitDots`]).
 const FEW: usize = 12;
 
-/// Whether the job's few tokens are better taken one by one, in integers: they look as if they were rounded to E4M3.
+/// Whether the job's few tokens are plans of their own, for products in integers: they look as if they were rounded to E4M3.
 fn is_by_token(job: &Job<'_>, tokens: usize, simd: Simd) -> bool {
     // three bits behind the first, times a power of two
     let is_rounded = |x: &f32| x.to_bits() & 0x000F_FFFF == 0;
@@ -273,7 +278,56 @@ struct Unit<'u, 'o> {
     output: &'u mut [&'o mut [f32]],
 }
 
+/// Runs a unit, or those of a band's tokens that are plans of their own.
+fn run_units(units: &mut [Unit<'_, '_>], simd: Simd, prepared: &[f32], digits: &[Digits], worker: &mut Worker) {
+    let exact = |unit: &Unit<'_, '_>| DigitDots::takes(unit.plan.input.own_digits(digits));
+    if units.len() == 1 || !units.iter().all(exact) {
+        return units.iter_mut().for_each(|unit| unit.run(simd, prepared, digits, worker));
+    }
+    let mut rest = units;
+    for passes in (1..=rest.len().div_ceil(DIGIT_TOKENS)).rev() {
+        let count = rest.len().div_ceil(passes);
+        let (units, after) = std::mem::take(&mut rest).split_at_mut(count);
+        rest = after;
+        match units {
+            [a, b, c, d] => together([a, b, c, d], simd, prepared, digits, worker),
+            [a, b, c] => together([a, b, c], simd, prepared, digits, worker),
+            [a, b] => together([a, b], simd, prepared, digits, worker),
+            units => units.iter_mut().for_each(|unit| unit.run(simd, prepared, digits, worker)),
+        }
+    }
+}
+
+/// Tokens whose inputs are there in digits, with one band.
+fn together<const T: usize>(
+    units: [&mut Unit<'_, '_>; T],
+    simd: Simd,
+    prepared: &[f32],
+    digits: &[Digits],
+    worker: &mut Worker,
+) {
+    let dots = units.map(|unit| {
+        let Plan { weight, input, .. } = unit.plan;
+        let weights = e2m1_rows(&weight.band(unit.first_row, unit.rows));
+        let x = &prepared[input.offset..][..input.prepared_len()];
+        DigitDots { dots: Dots { weights, x, out: &mut *unit.output[0] }, digits: input.own_digits(digits) }
+    });
+    FewDigitDots { dots, scratch: aligned(&mut worker.block, FewDigitDots::<T>::SCRATCH) }.run(simd);
+}
+
+/// A band of E2M1 weights as the kernels take it.
+fn e2m1_rows<'a>(band: &MatrixRef<'a>) -> Rows<'a> {
+    let Scales::E8m0(scales) = band.scales else { unreachable!("checked with the job") };
+    Rows { storage: Storage::E2m1, rows: band.rows, cols: band.cols, data: band.data, scales, factors: [1.0, 1.0] }
+}
+
 impl Unit<'_, '_> {
+    /// Whether both are tokens of one job that are plans of their own, at the same band.
+    fn are_tokens_of_a_band(&self, other: &Self) -> bool {
+        let is_same = (self.plan.job, self.first_row) == (other.plan.job, other.first_row);
+        is_same && self.plan.tokens == 1
+    }
+
     fn run(&mut self, simd: Simd, prepared: &[f32], digits: &[Digits], worker: &mut Worker) {
         let Plan { weight, input, tokens: all_tokens, .. } = self.plan;
         let storage = self.plan.storage();
@@ -309,8 +363,10 @@ impl Unit<'_, '_> {
                     // exact for powers of two; float64 so that the quotient's range cannot matter
                     (f64::from(tile_scale(i)) / f64::from(largest) * input_scale) as f32
                 });
-                for (from, to) in from.chunks(width).zip(to.chunks_mut(width)) {
-                    for ((from, to), factor) in from.chunks(128).zip(to.chunks_mut(128)).zip(factors) {
+                // of each token in turn, or of all tokens at once
+                let (part, tile) = if input.interleaved { (tokens * width, tokens * 128) } else { (width, 128) };
+                for (from, to) in from.chunks(part).zip(to.chunks_mut(part)) {
+                    for ((from, to), factor) in from.chunks(tile).zip(to.chunks_mut(tile)).zip(factors) {
                         scale(simd, from, factor, to);
                     }
                 }
@@ -320,8 +376,12 @@ impl Unit<'_, '_> {
 
         if all_tokens == 1 && storage != Storage::E4m3Rounded {
             let dots = Dots { weights: rows, x, out: self.output[0] };
-            let digits = &digits[input.digits_offset..][..input.digits];
+            let digits = input.own_digits(digits);
             return if DigitDots::takes(digits) { DigitDots { dots, digits }.run(simd) } else { dots.run(simd) };
+        }
+        if input.interleaved {
+            let scratch = aligned(&mut worker.block, Few::scratch(simd, tokens));
+            return Few { weights: rows, x, out: self.output, scratch }.run(simd);
         }
         let scratch = aligned(&mut worker.block, Block::scratch(simd));
         Block { weights: rows, x, x_stride, first_token, out: self.output, scratch }.run(simd);
@@ -345,109 +405,6 @@ fn largest_power(so_far: f32, scale: f32) -> f32 {
     if normal > 0.0 { normal } else { f32::from_bits(1 << bits.ilog2()) }
 }
 
-/// An input in the order some storage wants it, at `offset` of the prepared inputs: for each block of `K_BLOCK` columns
-/// the rows of all tokens, the last block narrower, zeros behind the last column up to a whole group.
-#[derive(Clone, Copy)]
-struct Input<'a> {
-    values: &'a [f32],
-    stride: usize,
-    tokens: usize,
-    cols: usize,
-    padded: usize,
-    form: Form,
-    offset: usize,
-    /// How many [`Digits`] it takes as well, and where they start.
-    digits: usize,
-    digits_offset: usize,
-}
-
-impl<'a> Input<'a> {
-    fn new(job: &Job<'a>, tokens: Range<usize>, simd: Simd, offset: usize, digits_offset: usize) -> Self {
-        let (values, tokens) = (&job.input[tokens.start * job.input_stride..], tokens.len());
-        let form = storage(&job.weight).form();
-        let cols = job.weight.cols;
-        let padded = cols.next_multiple_of(form.group(simd.lanes()));
-        let in_digits = form == Form::Nibbles && tokens == 1 && simd.takes_digits();
-        let digits = if in_digits { cols.div_ceil(DIGIT_COLS) } else { 0 };
-        Self { values, stride: job.input_stride, tokens, cols, padded, form, offset, digits, digits_offset }
-    }
-
-    fn is_same(&self, other: &Self) -> bool {
-        self.values.as_ptr() == other.values.as_ptr()
-            && (self.stride, self.tokens, self.cols, self.form) == (other.stride, other.tokens, other.cols, other.form)
-    }
-
-    fn prepared_len(&self) -> usize {
-        self.tokens * self.padded
-    }
-
-    /// Writes columns `first_col..` of the tokens from `first_token`, one row of `width` a token.
-    fn write(&self, order: &[u8], first_col: usize, width: usize, first_token: usize, out: &mut [f32]) {
-        for (t, row) in out.chunks_mut(width).enumerate() {
-            let from = &self.values[(first_token + t) * self.stride..][..self.cols][first_col..];
-            for (group, to) in row.chunks_mut(order.len()).enumerate() {
-                let from = &from[(group * order.len()).min(from.len())..];
-                for (to, &c) in to.iter_mut().zip(order) {
-                    *to = from.get(usize::from(c)).copied().unwrap_or(0.0);
-                }
-            }
-        }
-    }
-}
-
-/// Some columns of some tokens of an input to bring into order.
-struct Piece<'u> {
-    input: Input<'u>,
-    first_col: usize,
-    width: usize,
-    first_token: usize,
-    out: &'u mut [f32],
-    digits: &'u mut [Digits],
-}
-
-/// Fills `prepared` with all inputs.
-fn prepare(
-    pool: &Pool,
-    simd: Simd,
-    inputs: &[Input<'_>],
-    prepared: &mut [f32],
-    digits: &mut [Digits],
-    workers: &mut [Worker],
-) -> Result<()> {
-    let mut pieces = Vec::new();
-    let (mut rest, mut digits) = (prepared, digits);
-    for input in inputs {
-        let (mut own, after) = rest.split_at_mut(input.prepared_len().next_multiple_of(ALIGNED));
-        rest = after;
-        for first_col in (0..input.padded).step_by(K_BLOCK) {
-            let width = K_BLOCK.min(input.padded - first_col);
-            for first_token in (0..input.tokens).step_by(TOKEN_BLOCK) {
-                let tokens = TOKEN_BLOCK.min(input.tokens - first_token);
-                let (out, after) = own.split_at_mut(tokens * width);
-                own = after;
-                reserve(&mut pieces, 1, "the inputs of a step")?;
-                let in_digits = if input.digits > 0 { width.div_ceil(DIGIT_COLS) } else { 0 };
-                let (own_digits, after) = digits.split_at_mut(in_digits);
-                digits = after;
-                pieces.push(Piece { input: *input, first_col, width, first_token, out, digits: own_digits });
-            }
-        }
-    }
-    let small = inputs.iter().map(Input::prepared_len).sum::<usize>() < 64 << 10;
-    let workers = if small { &mut workers[..1] } else { workers };
-    pool.share(workers, &mut pieces, |piece, _| {
-        let Piece { input, first_col, width, first_token, out, digits } = piece;
-        let group = input.form.group(simd.lanes());
-        let order = permutation(input.form, simd.lanes());
-        input.write(&order[..group], *first_col, *width, *first_token, out);
-        let columns = &input.values[..input.cols][*first_col..];
-        for (columns, digits) in columns.chunks(DIGIT_COLS).zip(digits.iter_mut()) {
-            digits.fill(simd, columns);
-        }
-    });
-    Ok(())
-}
-
 impl Scratch {
     fn fit(&mut self, plans: &[Plan<'_>], prepared: usize, digits: usize, threads: usize, simd: Simd) -> Result<()> {
         grow(&mut self.prepared, prepared, "prepared inputs")?;
@@ -464,7 +421,8 @@ impl Scratch {
         }
         let scaled = |p: &Plan<'_>| p.tokens.min(TOKEN_BLOCK) * p.input.padded;
         let scaled = plans.iter().filter(|p| p.storage() == Storage::E4m3).map(scaled).max().unwrap_or(0);
-        let blocked = plans.iter().any(|p| p.tokens > 1 || p.storage() == Storage::E4m3Rounded);
+        let is_alone = plans.windows(2).all(|p| p[0].job != p[1].job) && plans.iter().all(|p| p.tokens <= 1);
+        let blocked = !is_alone || plans.iter().any(|p| p.storage() == Storage::E4m3Rounded);
         let block = if blocked { Block::scratch(simd) } else { 0 };
         for worker in &mut self.workers {
             grow(&mut worker.scaled, scaled, "scaled inputs")?;

@@ -177,17 +177,19 @@ fn columns_that_fill_no_whole_group_are_summed_too() {
     let mut random = Random(2);
     for simd in Simd::available() {
         for (kind, columns) in [
-            (Kind::F32, [1, 3, 7, 9, 515, 1021].as_slice()),
-            (Kind::Bf16, &[1, 2, 15, 17, 33, 513, 1030]),
+            (Kind::F32, [1, 3, 7, 9, 16, 48, 515, 528, 1021].as_slice()),
+            (Kind::Bf16, &[1, 2, 15, 17, 32, 33, 96, 513, 544, 1030]),
             (Kind::E2m1, &[32, 96, 544, 1056]),
         ] {
             for &cols in columns {
                 let matrix = Matrix::random(kind, 7, cols, 0, &mut random);
-                let input = random.floats(3 * cols);
+                let input = random.floats(13 * cols);
                 let many = product(&pool, simd, matrix.view(), &input);
                 matrix.assert_close(&input, &many, simd.level().name());
-                let one = product(&pool, simd, matrix.view(), &input[..cols]);
-                assert_eq!(bits(&one), bits(&many[..7]), "{} {kind:?} {cols}", simd.level());
+                for tokens in [1, 3, 8] {
+                    let few = product(&pool, simd, matrix.view(), &input[..tokens * cols]);
+                    assert_eq!(bits(&few), bits(&many[..tokens * 7]), "{} {kind:?} {cols}", simd.level());
+                }
             }
         }
     }
@@ -205,7 +207,7 @@ fn bits_do_not_depend_on_tokens_threads_bands_or_other_jobs() {
                 let other = Matrix::random(Kind::Bf16, 37, cols, 0, &mut random);
                 let input = random.floats(130 * cols);
                 let whole = bits(&product(&pools[1], simd, matrix.view(), &input));
-                for (i, tokens) in [1, 2, 3, 4, 5, 6, 7, 8, 9, 64, 130].into_iter().enumerate() {
+                for (i, tokens) in (1..=16).chain([64, 130]).enumerate() {
                     let first = [0, 130 - tokens, (130 - tokens) / 2][i % 3];
                     let input = &input[first * cols..][..tokens * cols];
                     let expected = &whole[first * rows..][..tokens * rows];
@@ -248,18 +250,19 @@ fn each_e4m3_code_counts_with_its_value() {
         let mut input = vec![0.0; 128];
         input[5] = 3.0;
         let one = product(&pool, simd, matrix.view(), &input);
-        let two = product(&pool, simd, matrix.view(), &[&input[..], &input[..]].concat());
+        let few = [2, 3, 8, 13].map(|n| product(&pool, simd, matrix.view(), &input.repeat(n))).concat();
         for code in 0..256 {
             let scale = if code < 128 { 0.125 } else { 8.0 };
             let expected = E4M3[code] * 3.0 * scale;
             if expected.is_nan() {
-                assert!(one[code].is_nan() && two[code].is_nan(), "{} code {code:#x}", simd.level());
+                assert!(one[code].is_nan(), "{} code {code:#x}", simd.level());
             } else {
                 assert_eq!(one[code], expected, "{} code {code:#x}", simd.level());
             }
         }
-        assert_eq!(bits(&one), bits(&two[..256]));
-        assert_eq!(bits(&one), bits(&two[256..]));
+        for (t, few) in few.chunks(256).enumerate() {
+            assert_eq!(bits(&one), bits(few), "{} token {t}", simd.level());
+        }
     }
 }
 
@@ -271,7 +274,7 @@ fn a_nan_code_spoils_its_row_even_against_a_zero_and_no_other() {
         let mut matrix = Matrix::random(Kind::E4m3, 12, 1280, 0, &mut random);
         matrix.data[3 * 1280 + 777] = 0xFF;
         matrix.data[9 * 1280 + 1279] = 0x7F;
-        for tokens in [1, 4] {
+        for tokens in [1, 2, 4, 5, 7, 8, 12, 13] {
             let output = product(&pool, simd, matrix.view(), &vec![0.0; tokens * 1280]);
             for (i, y) in output.iter().enumerate() {
                 assert_eq!(y.is_nan(), [3, 9].contains(&(i % 12)), "{} output {i}", simd.level());
@@ -443,6 +446,28 @@ fn quantised_tokens_give_the_same_bits_alone_as_among_others() {
             // without the one that is not rounded, few enough to be taken one by one
             assert_alone_as_together(&pool, simd, &matrix, &input[3 * cols..], "a few quantised");
             assert_alone_as_together(&pool, simd, &matrix, &input[3 * cols..].repeat(5), "many quantised");
+        }
+    }
+}
+
+#[test]
+fn quantised_tokens_that_meet_a_weight_together_have_the_bits_of_one_alone() {
+    let pools = [pool(1), pool(2)];
+    let mut random = Random(9);
+    for simd in Simd::available() {
+        // widths of one and of several blocks of columns, of an incomplete last one, and one that is no whole number of digits
+        for (rows, cols) in [(1, 256), (37, 1280), (130, 2048), (5, 4096), (16, 1056)] {
+            let matrix = Matrix::random(Kind::E2m1, rows, cols, 0, &mut random);
+            let mut input = random.floats(13 * cols);
+            input.chunks_mut(128.min(cols)).for_each(|x| e4m3_round_trip(x, x.len()));
+            let alone: Vec<f32> = input.chunks(cols).flat_map(|x| product(&pools[0], simd, matrix.view(), x)).collect();
+            matrix.assert_close(&input, &alone, "alone");
+            for (i, tokens) in (2..=13).enumerate() {
+                let first = i % (14 - tokens);
+                let few = product(&pools[i % 2], simd, matrix.view(), &input[first * cols..][..tokens * cols]);
+                let expected = &alone[first * rows..][..tokens * rows];
+                assert_eq!(bits(&few), bits(expected), "{} {rows} x {cols}, {tokens} tokens", simd.level());
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::digits::{Digits, Group, Integers};
+use super::digits::{Digits, Integers};
 use super::vector::{E2M1_ORDER, E2M1_SCALED, E4M3_BITS, Vector};
 
 /// Eight lanes of a 256-bit register.
@@ -208,12 +208,17 @@ impl Vector for Avx2 {
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
+
+    #[inline(always)]
+    unsafe fn prefetch_far(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
 }
 
 impl Avx2 {
-    /// `sum` plus the integer sums of a group's lanes, eight products each, times their scales.
+    /// Twice the weights plus 12 of a group's low nibbles, and of its high ones.
     #[inline(always)]
-    unsafe fn add_lane_sums(sum: __m256, p: *const u8, x: &Group, has_fine: bool, scales: __m256) -> __m256 {
+    unsafe fn nibbles(p: *const u8) -> [__m256i; 2] {
         // SAFETY: AVX2 and 32 bytes at `p`, by contract of the callers.
         unsafe {
             // 2 w + 12 for each code
@@ -223,17 +228,36 @@ impl Avx2 {
             let codes = _mm256_loadu_si256(p.cast());
             let even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, nibble));
             let odd = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16::<4>(codes), nibble));
-            let middle = Self::pairs(even, &x.even[1], odd, &x.odd[1]);
-            let coarse = Self::pairs(even, &x.even[2], odd, &x.odd[2]);
-            let middle = _mm256_madd_epi16(middle, _mm256_set1_epi16(8));
-            let coarse = _mm256_madd_epi16(coarse, _mm256_set1_epi16(2048));
-            let excess = _mm256_load_si256(x.excess.as_ptr().cast());
-            let mut sums = _mm256_add_epi32(middle, _mm256_sub_epi32(coarse, excess));
-            if has_fine {
-                let fine = Self::pairs(even, &x.even[0], odd, &x.odd[0]);
-                sums = _mm256_add_epi32(sums, _mm256_madd_epi16(fine, _mm256_set1_epi16(1)));
+            [even, odd]
+        }
+    }
+
+    /// Adds to each of `sums` the integer sums of group `G`'s lanes, eight products each, times their scales.
+    #[inline(always)]
+    unsafe fn add_lane_sums<const G: usize, const SCALES: i32, const T: usize>(
+        sums: &mut [Self; T],
+        codes: *const u8,
+        scales: &[__m256; T],
+        x: [&Digits; T],
+    ) {
+        // SAFETY: AVX2 and the group's 32 bytes at `codes`, by contract of the callers.
+        unsafe {
+            let [even, odd] = Self::nibbles(codes.add(32 * G));
+            for t in 0..T {
+                let group = &x[t].groups[G];
+                let middle = Self::pairs(even, &group.even[1], odd, &group.odd[1]);
+                let coarse = Self::pairs(even, &group.even[2], odd, &group.odd[2]);
+                let middle = _mm256_madd_epi16(middle, _mm256_set1_epi16(8));
+                let coarse = _mm256_madd_epi16(coarse, _mm256_set1_epi16(2048));
+                let excess = _mm256_load_si256(group.excess.as_ptr().cast());
+                let mut lanes = _mm256_add_epi32(middle, _mm256_sub_epi32(coarse, excess));
+                if x[t].has_fine[G] {
+                    let fine = Self::pairs(even, &group.even[0], odd, &group.odd[0]);
+                    lanes = _mm256_add_epi32(lanes, _mm256_madd_epi16(fine, _mm256_set1_epi16(1)));
+                }
+                let scales = _mm256_permute_ps::<SCALES>(scales[t]);
+                sums[t] = Self(_mm256_fmadd_ps(_mm256_cvtepi32_ps(lanes), scales, sums[t].0));
             }
-            _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scales, sum)
         }
     }
 
@@ -252,22 +276,24 @@ impl Avx2 {
 // SAFETY: as for `Vector`.
 impl Integers for Avx2 {
     #[inline(always)]
-    unsafe fn add_products(self, codes: *const u8, scales: *const u8, x: &Digits) -> Self {
+    unsafe fn add_products<const T: usize>(sums: &mut [Self; T], codes: *const u8, scales: *const u8, x: [&Digits; T]) {
         unsafe {
             // each scale byte to the top of a dword, shifted to where float32 has its exponent
             let order = _mm256_setr_epi8(
                 -1, -1, -1, 0, -1, -1, -1, 2, -1, -1, -1, 4, -1, -1, -1, 6, -1, -1, -1, 1, -1, -1, -1, 3, -1, -1, -1,
                 5, -1, -1, -1, 7,
             );
-            let scales = _mm256_set1_epi64x(scales.cast::<i64>().read_unaligned());
-            let scales = _mm256_srli_epi32::<1>(_mm256_shuffle_epi8(scales, order));
-            let scales = _mm256_add_epi32(scales, _mm256_load_si256(x.exponents.as_ptr().cast()));
-            let scales = _mm256_castsi256_ps(scales);
-            let ([a, b, c, d], fine) = (&x.groups, x.has_fine);
-            let sum = Self::add_lane_sums(self.0, codes, a, fine[0], _mm256_permute_ps::<0x00>(scales));
-            let sum = Self::add_lane_sums(sum, codes.add(32), b, fine[1], _mm256_permute_ps::<0x55>(scales));
-            let sum = Self::add_lane_sums(sum, codes.add(64), c, fine[2], _mm256_permute_ps::<0xAA>(scales));
-            Self(Self::add_lane_sums(sum, codes.add(96), d, fine[3], _mm256_permute_ps::<0xFF>(scales)))
+            let bits = _mm256_set1_epi64x(scales.cast::<i64>().read_unaligned());
+            let bits = _mm256_srli_epi32::<1>(_mm256_shuffle_epi8(bits, order));
+            let mut scales = [_mm256_setzero_ps(); T];
+            for t in 0..T {
+                let exponents = _mm256_load_si256(x[t].exponents.as_ptr().cast());
+                scales[t] = _mm256_castsi256_ps(_mm256_add_epi32(bits, exponents));
+            }
+            Self::add_lane_sums::<0, 0x00, T>(sums, codes, &scales, x);
+            Self::add_lane_sums::<1, 0x55, T>(sums, codes, &scales, x);
+            Self::add_lane_sums::<2, 0xAA, T>(sums, codes, &scales, x);
+            Self::add_lane_sums::<3, 0xFF, T>(sums, codes, &scales, x);
         }
     }
 }

@@ -1,4 +1,5 @@
-//! One token of quantised values: dot products with E2M1 weights in integers, faster than [`super::rows`], same bits.
+//! One token of quantised values, or a few: dot products with E2M1 weights in integers, faster than [`super::rows`], same
+//! bits.
 //!
 //! Values of an input that was rounded to E4M3 are integers below `2^18` times a power of two per 128 columns, and twice
 //! an E2M1 value is an integer of at most 12. The eight products of a lane within a block of 32 columns then have a sum
@@ -12,7 +13,7 @@
 
 use super::portable::Portable;
 use super::rows::{Dots, Rows, Storage, finish};
-use super::vector::Vector;
+use super::vector::{MAX_LANES, Vector};
 use super::{Level, Op, Simd};
 
 /// Columns of one [`Digits`].
@@ -156,11 +157,11 @@ fn split(integers: &[i32; 64], group: &mut Group) -> bool {
 
 /// A level with integer products.
 pub(super) trait Integers: Vector {
-    /// `self` plus the products of [`DIGIT_COLS`] columns, four groups in ascending order.
+    /// Adds to each sum the products of [`DIGIT_COLS`] columns with its input, four groups in ascending order.
     ///
     /// # Safety
     /// As [`Vector`]: [`BYTES`] at `codes`, [`SCALES`] at `scales`, all of them in [`SCALE_BYTES`].
-    unsafe fn add_products(self, codes: *const u8, scales: *const u8, x: &Digits) -> Self;
+    unsafe fn add_products<const T: usize>(sums: &mut [Self; T], codes: *const u8, scales: *const u8, x: [&Digits; T]);
 }
 
 impl Simd {
@@ -194,8 +195,7 @@ impl DigitDots<'_> {
         // rows one after another, as they lie in memory: the chain of one is short enough to look past its end
         for (four, out) in out.chunks_mut(ROWS).enumerate() {
             let weights = w.part(four * ROWS, out.len());
-            let above = weights.scales.iter().fold(0, |above: u8, s| above.max(s.wrapping_sub(*SCALE_BYTES.start())));
-            if above > SCALE_BYTES.end() - SCALE_BYTES.start() {
+            if !are_taken(weights.scales) {
                 Dots { weights, x, out }.run(simd);
                 continue;
             }
@@ -210,6 +210,127 @@ impl DigitDots<'_> {
         }
     }
 }
+
+/// Whether all of a weight's scales are in [`SCALE_BYTES`].
+fn are_taken(scales: &[u8]) -> bool {
+    let above = scales.iter().fold(0, |above: u8, s| above.max(s.wrapping_sub(*SCALE_BYTES.start())));
+    above <= SCALE_BYTES.end() - SCALE_BYTES.start()
+}
+
+/// Most tokens that meet a weight together.
+pub(in crate::backend::cpu) const DIGIT_TOKENS: usize = 4;
+
+/// [`DigitDots`] of `T` tokens with the same band.
+pub(in crate::backend::cpu) struct FewDigitDots<'a, const T: usize> {
+    pub dots: [DigitDots<'a>; T],
+    /// [`FewDigitDots::SCRATCH`] floats.
+    pub scratch: &'a mut [f32],
+}
+
+impl<const T: usize> FewDigitDots<'_, T> {
+    /// Floats of scratch that a call needs.
+    pub(in crate::backend::cpu) const SCRATCH: usize = NEAR_ROWS * T * MAX_LANES;
+
+    /// Computes the band, one token after the other where together does not work. Panics as [`DigitDots::run`] does, and
+    /// on tokens of different bands.
+    pub(in crate::backend::cpu) fn run(self, simd: Simd) {
+        let Self { dots, scratch } = self;
+        let w = dots[0].dots.weights;
+        if !w.cols.is_multiple_of(DIGIT_COLS) || !are_taken(w.scales) || T == 1 {
+            return dots.into_iter().for_each(|dots| dots.run(simd));
+        }
+        for DigitDots { dots, digits } in &dots {
+            dots.check(simd);
+            assert_eq!(dots.weights.storage, Storage::E2m1, "storage of integer products");
+            assert!(std::ptr::eq(dots.weights.data, w.data) && dots.weights.rows == w.rows, "tokens of one band");
+            assert_eq!(digits.len(), w.cols / DIGIT_COLS, "columns in digits");
+            assert!(DigitDots::takes(digits), "an input that integers do not stand for");
+        }
+        assert!(scratch.len() >= Self::SCRATCH, "scratch for {T} tokens");
+        let digits = dots.each_ref().map(|dots| dots.digits);
+        let mut out = dots.map(|dots| dots.dots.out);
+        for first in (0..w.rows).step_by(NEAR_ROWS) {
+            let near = w.part(first, NEAR_ROWS.min(w.rows - first));
+            let out = out.each_mut().map(|out| &mut out[first..][..near.rows]);
+            match simd.level() {
+                // SAFETY: `Portable` needs no instructions beyond the target's own; sizes and scales were checked.
+                Level::Portable => unsafe { near_rows::<Portable, T>(near, digits, out, scratch) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: a `Simd` of this level exists only where the processor has its features; as above.
+                Level::Avx2 => unsafe { near_rows_avx2(near, digits, out, scratch) },
+                level => unreachable!("no integer products for {level}"),
+            }
+        }
+    }
+}
+
+/// Rows whose accumulators are put aside together.
+const NEAR_ROWS: usize = 32;
+/// Inputs' digits that stay in the first-level cache while those rows pass: 1024 columns.
+const NEAR_DIGITS: usize = 4;
+
+/// # Safety
+/// The processor has AVX2 and FMA; otherwise as [`near_rows`].
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn near_rows_avx2<const T: usize>(
+    w: Rows<'_>,
+    digits: [&[Digits]; T],
+    out: [&mut [f32]; T],
+    scratch: &mut [f32],
+) {
+    // SAFETY: by contract.
+    unsafe { near_rows::<super::avx2::Avx2, T>(w, digits, out, scratch) }
+}
+
+/// # Safety
+/// The processor has `V`; all `digits` cover the columns, which are whole [`Digits`], all `out` have the rows, at most
+/// [`NEAR_ROWS`], their scales are in [`SCALE_BYTES`]; `scratch` is [`FewDigitDots::SCRATCH`] floats.
+#[inline(always)]
+unsafe fn near_rows<V: Integers, const T: usize>(
+    w: Rows<'_>,
+    digits: [&[Digits]; T],
+    out: [&mut [f32]; T],
+    scratch: &mut [f32],
+) {
+    let (row_bytes, row_scales, chains) = (w.row_bytes(), w.row_scales(), scratch.as_mut_ptr());
+    // SAFETY: by contract; a row's chains are `T` vectors of the scratch.
+    unsafe {
+        for first in (0..digits[0].len()).step_by(NEAR_DIGITS) {
+            let last = digits[0].len().min(first + NEAR_DIGITS);
+            for row in 0..w.rows {
+                let (codes, scales) = (w.data[row * row_bytes..].as_ptr(), w.scales[row * row_scales..].as_ptr());
+                let mut sums = [V::zero(); T];
+                for t in 0..T {
+                    if first > 0 {
+                        sums[t] = V::load(chains.add((row * T + t) * V::LANES));
+                    }
+                }
+                for d in first..last {
+                    // the same columns of a later row
+                    V::prefetch(codes.wrapping_add(d * BYTES + ROWS_AHEAD * row_bytes));
+                    V::prefetch(codes.wrapping_add(d * BYTES + ROWS_AHEAD * row_bytes + 64));
+                    V::add_products(&mut sums, codes.add(d * BYTES), scales.add(d * SCALES), digits.map(|x| &x[d]));
+                }
+                for t in 0..T {
+                    sums[t].store(chains.add((row * T + t) * V::LANES));
+                }
+            }
+        }
+        for (t, out) in out.into_iter().enumerate() {
+            for (four, out) in out.chunks_mut(ROWS).enumerate() {
+                let sum = |r: usize| V::load(chains.add(((four * ROWS + r.min(out.len() - 1)) * T + t) * V::LANES));
+                let totals = V::sum4([sum(0), sum(1), sum(2), sum(3)]);
+                for (out, total) in out.iter_mut().zip(totals) {
+                    *out = finish(total, w.factors);
+                }
+            }
+        }
+    }
+}
+
+/// How many rows ahead bytes are asked for.
+const ROWS_AHEAD: usize = 3;
 
 /// Rows whose chains are reduced together.
 const ROWS: usize = 4;
@@ -251,20 +372,20 @@ unsafe fn chain<V: Integers>(codes: &[u8], scales: &[u8], digits: &[Digits]) -> 
     let (whole_scales, rest_scales) = scales.as_chunks::<SCALES>();
     // SAFETY: the processor has `V`, by contract; chunks are whole.
     unsafe {
-        let mut sum = V::zero();
+        let mut sum = [V::zero()];
         for ((codes, scales), x) in whole.iter().zip(whole_scales).zip(digits) {
             V::prefetch(codes.as_ptr().wrapping_add(AHEAD));
             V::prefetch(codes.as_ptr().wrapping_add(AHEAD + 64));
             V::prefetch(scales.as_ptr().wrapping_add(AHEAD / (BYTES / SCALES)));
-            sum = sum.add_products(codes.as_ptr(), scales.as_ptr(), x);
+            V::add_products(&mut sum, codes.as_ptr(), scales.as_ptr(), [x]);
         }
         if let Some(x) = digits.get(whole.len()) {
             let (mut codes, mut scales) = ([0; BYTES], [127; SCALES]);
             codes[..rest.len()].copy_from_slice(rest);
             scales[..rest_scales.len()].copy_from_slice(rest_scales);
-            sum = sum.add_products(codes.as_ptr(), scales.as_ptr(), x);
+            V::add_products(&mut sum, codes.as_ptr(), scales.as_ptr(), [x]);
         }
-        sum
+        sum[0]
     }
 }
 

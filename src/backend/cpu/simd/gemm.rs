@@ -1,6 +1,6 @@
 //! Several tokens: a blocked product of a band of weight rows with a block of tokens.
 //!
-//! Rows are decoded to float32 once per block, `GROUP_ROWS` rows by `K_BLOCK` columns at a time, and then multiplied in
+//! Rows are decoded to float32 once per block, `NEAR_ROWS` rows by `K_BLOCK` columns at a time, and then multiplied in
 //! register tiles of 3 rows by 4 tokens. An output's accumulator is a whole vector that is put aside between K blocks
 //! (between groups, where those are summed apart), so its chain is the very one of [`super::rows`].
 
@@ -12,7 +12,7 @@ use super::vector::Vector;
 use super::{Op, Simd};
 use crate::tensor::format::{E4M3, round_bf16};
 
-/// Rows decoded together.
+/// Rows that pass a K block together.
 const GROUP_ROWS: usize = 24;
 /// Tokens of a block; a multiple of [`TILE_TOKENS`].
 pub(in crate::backend::cpu) const TOKEN_BLOCK: usize = 64;
@@ -21,7 +21,7 @@ const TILE_ROWS: usize = 3;
 const TILE_TOKENS: usize = 4;
 /// Vectors of a group that is summed apart.
 const APART_STEPS: usize = 8;
-/// Rows whose decoded K block stays in the first-level cache while the tokens pass.
+/// Rows decoded together, whose K block stays in the first-level cache while the tokens pass.
 const NEAR_ROWS: usize = 2 * TILE_ROWS;
 
 /// `out[t][row] = finish(row . x[t])` for the rows of a band and up to [`TOKEN_BLOCK`] tokens.
@@ -43,7 +43,7 @@ pub(in crate::backend::cpu) struct Block<'a, 'o> {
 impl Block<'_, '_> {
     /// Floats of scratch that a call needs.
     pub(in crate::backend::cpu) fn scratch(simd: Simd) -> usize {
-        GROUP_ROWS * K_BLOCK + GROUP_ROWS * TOKEN_BLOCK * simd.lanes()
+        NEAR_ROWS * K_BLOCK + GROUP_ROWS * TOKEN_BLOCK * simd.lanes()
     }
 
     /// Computes the block. Panics on slices of wrong sizes.
@@ -70,34 +70,39 @@ impl Op for Block<'_, '_> {
         let Block { weights, x, x_stride, first_token, out, scratch } = self;
         let padded = weights.padded_cols(V::LANES);
         let blocks = padded.div_ceil(K_BLOCK).max(1);
-        let (decoded, aside) = scratch.split_at_mut(GROUP_ROWS * K_BLOCK);
+        let (decoded, aside) = scratch.split_at_mut(NEAR_ROWS * K_BLOCK);
         for first in (0..weights.rows).step_by(GROUP_ROWS) {
             let count = GROUP_ROWS.min(weights.rows - first);
             for b in 0..blocks {
                 let cols = b * K_BLOCK..padded.min((b + 1) * K_BLOCK);
                 let width = cols.len();
-                // SAFETY: the processor has `V` by contract; `Block::run` has checked the sizes.
-                unsafe {
-                    for row in 0..count {
-                        decode::<V>(&weights, first + row, cols.clone(), &mut decoded[row * K_BLOCK..][..width]);
-                    }
-                    let x = &x[b * x_stride + first_token * width..][..out.len() * width];
-                    let apart = weights.storage == Storage::E2m1;
+                let x = &x[b * x_stride + first_token * width..][..out.len() * width];
+                let apart = weights.storage == Storage::E2m1;
+                for near in (0..count).step_by(NEAR_ROWS) {
+                    let rows = NEAR_ROWS.min(count - near);
                     let place = Place {
-                        first_row: first,
-                        rows: count,
+                        first_row: first + near,
+                        rows,
                         first_block: b == 0,
                         last_block: b + 1 == blocks,
                         apart,
                     };
-                    multiply::<V>(decoded, x, width, place, aside, out, weights.factors);
+                    let aside = &mut aside[near * TOKEN_BLOCK * V::LANES..];
+                    // SAFETY: the processor has `V` by contract; `Block::run` has checked the sizes.
+                    unsafe {
+                        for row in 0..rows {
+                            let decoded = &mut decoded[row * K_BLOCK..][..width];
+                            decode::<V>(&weights, first + near + row, cols.clone(), decoded);
+                        }
+                        multiply::<V>(decoded, x, width, place, aside, out, weights.factors);
+                    }
                 }
             }
         }
     }
 }
 
-/// Which part of a block's work a K block of a row group is.
+/// Which part of a block's work a K block of some near rows is.
 #[derive(Clone, Copy)]
 struct Place {
     first_row: usize,
@@ -142,7 +147,7 @@ unsafe fn expand<V: Vector, D: Decode<V>>(data: &[u8], scales: &[u8], cols: std:
         unsafe {
             let decoded = match data.get(g * group..(g + 1) * group) {
                 Some(bytes) => {
-                    V::prefetch(bytes.as_ptr().wrapping_add((cols.end - cols.start) / values * group));
+                    V::prefetch_far(bytes.as_ptr().wrapping_add((cols.end - cols.start) / values * group));
                     D::decode(bytes.as_ptr(), scales.as_ptr().wrapping_add(g * D::SCALES), &mut seen)
                 }
                 None => {
@@ -172,7 +177,7 @@ fn round(codes: &[u8], scales: &[u8], cols: std::ops::Range<usize>, out: &mut [f
     }
 }
 
-/// Multiplies a decoded row group with the tokens of one K block.
+/// Multiplies decoded rows with the tokens of one K block.
 ///
 /// # Safety
 /// The processor has `V`; `decoded` holds `place.rows` rows of stride `K_BLOCK`, `x` one row of `width` a token.
@@ -188,34 +193,32 @@ unsafe fn multiply<V: Vector>(
 ) {
     let tokens = out.len();
     let steps = width / V::LANES;
-    for near in (0..place.rows).step_by(NEAR_ROWS) {
-        for t in (0..tokens).step_by(TILE_TOKENS) {
-            for r in (near..place.rows.min(near + NEAR_ROWS)).step_by(TILE_ROWS) {
-                let tile = Tile {
-                    w: decoded[r * K_BLOCK..].as_ptr(),
-                    w_stride: K_BLOCK,
-                    x: x[t * width..].as_ptr(),
-                    x_stride: width,
-                    steps,
-                };
-                let aside = &mut aside[(r * TOKEN_BLOCK + t * TILE_ROWS) * V::LANES..];
-                let write = |i: usize, j: usize, sum: f32| out[t + i][place.first_row + r + j] = finish(sum, factors);
-                // SAFETY: the tile's rows and tokens lie inside `decoded` and `x`.
-                unsafe {
-                    match ((place.rows - r).min(TILE_ROWS), (tokens - t).min(TILE_TOKENS)) {
-                        (3, 4) => tile.block::<V, 3, 4>(place, aside, write),
-                        (3, 3) => tile.block::<V, 3, 3>(place, aside, write),
-                        (3, 2) => tile.block::<V, 3, 2>(place, aside, write),
-                        (3, 1) => tile.block::<V, 3, 1>(place, aside, write),
-                        (2, 4) => tile.block::<V, 2, 4>(place, aside, write),
-                        (2, 3) => tile.block::<V, 2, 3>(place, aside, write),
-                        (2, 2) => tile.block::<V, 2, 2>(place, aside, write),
-                        (2, 1) => tile.block::<V, 2, 1>(place, aside, write),
-                        (1, 4) => tile.block::<V, 1, 4>(place, aside, write),
-                        (1, 3) => tile.block::<V, 1, 3>(place, aside, write),
-                        (1, 2) => tile.block::<V, 1, 2>(place, aside, write),
-                        _ => tile.block::<V, 1, 1>(place, aside, write),
-                    }
+    for t in (0..tokens).step_by(TILE_TOKENS) {
+        for r in (0..place.rows).step_by(TILE_ROWS) {
+            let tile = Tile {
+                w: decoded[r * K_BLOCK..].as_ptr(),
+                w_stride: K_BLOCK,
+                x: x[t * width..].as_ptr(),
+                x_stride: width,
+                steps,
+            };
+            let aside = &mut aside[(r * tokens.next_multiple_of(TILE_TOKENS) + t * TILE_ROWS) * V::LANES..];
+            let write = |i: usize, j: usize, sum: f32| out[t + i][place.first_row + r + j] = finish(sum, factors);
+            // SAFETY: the tile's rows and tokens lie inside `decoded` and `x`.
+            unsafe {
+                match ((place.rows - r).min(TILE_ROWS), (tokens - t).min(TILE_TOKENS)) {
+                    (3, 4) => tile.block::<V, 3, 4>(place, aside, write),
+                    (3, 3) => tile.block::<V, 3, 3>(place, aside, write),
+                    (3, 2) => tile.block::<V, 3, 2>(place, aside, write),
+                    (3, 1) => tile.block::<V, 3, 1>(place, aside, write),
+                    (2, 4) => tile.block::<V, 2, 4>(place, aside, write),
+                    (2, 3) => tile.block::<V, 2, 3>(place, aside, write),
+                    (2, 2) => tile.block::<V, 2, 2>(place, aside, write),
+                    (2, 1) => tile.block::<V, 2, 1>(place, aside, write),
+                    (1, 4) => tile.block::<V, 1, 4>(place, aside, write),
+                    (1, 3) => tile.block::<V, 1, 3>(place, aside, write),
+                    (1, 2) => tile.block::<V, 1, 2>(place, aside, write),
+                    _ => tile.block::<V, 1, 1>(place, aside, write),
                 }
             }
         }

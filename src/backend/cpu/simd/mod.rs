@@ -22,6 +22,7 @@ mod avx2;
 mod avx512;
 mod convert;
 mod digits;
+mod few;
 mod gemm;
 mod layout;
 #[cfg(target_arch = "aarch64")]
@@ -33,7 +34,8 @@ mod vector;
 pub use attention::{accumulate, exp, scores};
 pub(in crate::backend::cpu) use convert::scale;
 pub use convert::{bf16_to_f32, e4m3_to_f32};
-pub(in crate::backend::cpu) use digits::{DIGIT_COLS, DigitDots, Digits};
+pub(in crate::backend::cpu) use digits::{DIGIT_COLS, DIGIT_TOKENS, DigitDots, Digits, FewDigitDots};
+pub(in crate::backend::cpu) use few::Few;
 pub(in crate::backend::cpu) use gemm::{Block, TOKEN_BLOCK};
 pub(in crate::backend::cpu) use layout::{Form, K_BLOCK, permutation};
 pub(in crate::backend::cpu) use rows::{Dots, Rows, Storage};

@@ -144,23 +144,24 @@ impl Vector for Portable {
 // SAFETY: as for `Vector`.
 impl Integers for Portable {
     #[inline(always)]
-    unsafe fn add_products(self, codes: *const u8, scales: *const u8, x: &Digits) -> Self {
+    unsafe fn add_products<const T: usize>(sums: &mut [Self; T], codes: *const u8, scales: *const u8, x: [&Digits; T]) {
         // SAFETY: 128 bytes and eight scales, by contract.
         let (codes, scales) = unsafe { (codes.cast::<[[u8; 32]; 4]>().read(), scales.cast::<[u8; 8]>().read()) };
-        let (mut lanes, exponents) = (self.0, &x.exponents);
-        for (g, (codes, x)) in codes.iter().zip(&x.groups).enumerate() {
-            let integer = |digits: &[[i8; 32]; 3], i: usize| {
-                i32::from(digits[0][i]) + 8 * i32::from(digits[1][i]) + 2048 * i32::from(digits[2][i])
-            };
-            let twice = |code: u8| (2.0 * E2M1[usize::from(code)]) as i32;
-            for (lane, value) in lanes.iter_mut().enumerate() {
-                let products = (4 * lane..4 * lane + 4)
-                    .map(|i| twice(codes[i] & 15) * integer(&x.even, i) + twice(codes[i] >> 4) * integer(&x.odd, i));
-                let half = lane / 4;
-                let scale = e8m0_value(scales[2 * g + half]).to_bits() as i32 + exponents[4 * half + g];
-                *value += products.sum::<i32>() as f32 * f32::from_bits(scale as u32);
+        for (Self(lanes), x) in sums.iter_mut().zip(x) {
+            for (g, (codes, group)) in codes.iter().zip(&x.groups).enumerate() {
+                let integer = |digits: &[[i8; 32]; 3], i: usize| {
+                    i32::from(digits[0][i]) + 8 * i32::from(digits[1][i]) + 2048 * i32::from(digits[2][i])
+                };
+                let twice = |code: u8| (2.0 * E2M1[usize::from(code)]) as i32;
+                for (lane, value) in lanes.iter_mut().enumerate() {
+                    let products = (4 * lane..4 * lane + 4).map(|i| {
+                        twice(codes[i] & 15) * integer(&group.even, i) + twice(codes[i] >> 4) * integer(&group.odd, i)
+                    });
+                    let half = lane / 4;
+                    let scale = e8m0_value(scales[2 * g + half]).to_bits() as i32 + x.exponents[4 * half + g];
+                    *value += products.sum::<i32>() as f32 * f32::from_bits(scale as u32);
+                }
             }
         }
-        Self(lanes)
     }
 }

@@ -111,6 +111,8 @@ pub(super) trait Decode<V: Vector> {
     type Values: AsRef<[V]>;
     /// Bytes of a group.
     const BYTES: usize;
+    /// Vectors of a group.
+    const VECTORS: usize = size_of::<Self::Values>() / size_of::<V>();
     /// Scale bytes of a group.
     const SCALES: usize;
     /// Whether a group's products are summed before they join the chain, so that `super::digits` can do it in integers.
@@ -371,5 +373,5 @@ unsafe fn four_rows<V: Vector, D: Decode<V>>(
 /// Values in a group.
 #[inline(always)]
 pub(super) const fn group_values<V: Vector, D: Decode<V>>() -> usize {
-    size_of::<D::Values>() / size_of::<V>() * V::LANES
+    D::VECTORS * V::LANES
 }

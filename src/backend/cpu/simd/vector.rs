@@ -52,6 +52,12 @@ pub(super) trait Vector: Copy {
 
     /// Asks for the cache line at `p`, which may be any address.
     unsafe fn prefetch(p: *const u8);
+    /// Asks for it in the second-level cache, since much else is needed before.
+    #[inline(always)]
+    unsafe fn prefetch_far(p: *const u8) {
+        // SAFETY: by contract.
+        unsafe { Self::prefetch(p) }
+    }
 
     /// The first `n <= LANES` floats at `p`, then zeros.
     #[inline(always)]
