@@ -251,8 +251,8 @@ fn interleaved_sessions_do_not_touch_each_other() {
     let folder = golden.runnable();
     let a = tokens(&golden, 180);
     let b: Vec<u32> = a.iter().rev().copied().collect();
-    for numerics in Numerics::ALL {
-        let engine = subject::engine(&folder, numerics);
+    for numerics in subject::numerics(&Numerics::ALL) {
+        let engine = subject::engine_with(&folder, options(numerics, 2, 512));
         let (mut first, mut second) = (subject::session(&engine, 180), subject::session(&engine, 180));
         for (a, b) in a.chunks(7).zip(b.chunks(7)) {
             first.feed(a).expect("fed");
@@ -270,10 +270,11 @@ fn a_session_starts_clean_after_another() {
     let golden = nano("nano-flash");
     let folder = golden.runnable();
     let tokens = tokens(&golden, 131);
-    for numerics in [Numerics::Reference, Numerics::Exact] {
-        let fresh = (1..=9).map(|n| subject::last_logits(&subject::engine(&folder, numerics), &tokens[..n]));
+    for numerics in subject::numerics(&[Numerics::Reference, Numerics::Exact]) {
+        let engine = || subject::engine_with(&folder, options(numerics, 2, 512));
+        let fresh = (1..=9).map(|n| subject::last_logits(&engine(), &tokens[..n]));
         let fresh: Vec<Vec<f32>> = fresh.collect();
-        let used = subject::engine(&folder, numerics);
+        let used = engine();
         for (n, fresh) in fresh.iter().enumerate() {
             subject::last_logits(&used, &tokens);
             assert_eq!(&subject::last_logits(&used, &tokens[..n + 1]), fresh, "{numerics}: prompt of {} tokens", n + 1);

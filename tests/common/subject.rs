@@ -33,6 +33,11 @@ pub fn device() -> Option<DeviceChoice> {
     (device != DeviceChoice::Cpu).then_some(device)
 }
 
+/// Those of `all` that the test device has: `exact` is the CPU's.
+pub fn numerics(all: &[Numerics]) -> impl Iterator<Item = Numerics> {
+    all.iter().copied().filter(|&numerics| device().is_none() || numerics != Numerics::Exact)
+}
+
 /// The options on the test device, with one order of all sums, so that results can be compared bit for bit as on the CPU.
 pub fn on_device(mut options: EngineOptions) -> EngineOptions {
     if let Some(device) = device() {
