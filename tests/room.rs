@@ -200,7 +200,7 @@ fn one_thread_goes_round_more_sessions_than_fit() {
         sessions[0].clear().unwrap();
         sessions[0].feed(&truth.timelines[3][..280]).unwrap();
         truth.check(&sessions[0], 3, "cleared");
-        let (m, of_sessions) = (engine.metrics(), sessions.iter().map(|s| s.metrics()).collect::<Vec<_>>());
+        let (m, of_sessions) = (engine.metrics(), sessions.iter().map(Session::metrics).collect::<Vec<_>>());
         assert!(m.preemptions >= 8, "{m:?}");
         assert!(of_sessions.iter().all(|s| s.preemptions > 0), "{of_sessions:?}");
         assert_eq!(m.lost_sessions > 0, session_bytes == 1, "{m:?}");

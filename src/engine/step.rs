@@ -132,7 +132,7 @@ impl Terms {
     }
 }
 
-/// A job that has what it needs for the step.
+/// A job whose sequence is in pages, with what it needs for the step.
 struct Ready<'a> {
     inside: MutexGuard<'a, Inside>,
     staged: Option<Staged>,
@@ -214,17 +214,12 @@ impl Engine {
         self.check_process().is_ok() && self.batcher.step(self)
     }
 
-    /// Has everything that a step of the job needs. `None`: the sequence was brought into pages, and that is all.
+    /// Has everything that a step of the job needs. If nothing was staged, the sequence was brought into pages, and that is
+    /// all.
     ///
     /// # Errors
     /// `NoBlocks` and others; the job is as before.
-    fn prepare<'a>(
-        &self,
-        job: &'a Job,
-        count: usize,
-        line: Option<Line>,
-        rows: usize,
-    ) -> Result<(MutexGuard<'a, Inside>, Option<(Staged, Vec<f32>)>)> {
+    fn prepare<'a>(&self, job: &'a Job, count: usize, line: Option<Line>, rows: usize) -> Result<Ready<'a>> {
         let slot = &job.slot;
         let mut inside = match slot.try_lock() {
             Some(inside) => inside,
@@ -240,7 +235,10 @@ impl Engine {
             let prepared = self.try_prepare(job, count, rows, &mut inside);
             match prepared {
                 Err(e) if e.kind() == ErrorKind::NoBlocks && self.room.make_way(Some(slot), job.waits) => {}
-                prepared => return Ok((inside, prepared?)),
+                prepared => {
+                    let (staged, logits) = prepared?.unzip();
+                    return Ok(Ready { inside, staged, logits: logits.unwrap_or_default() });
+                }
             }
         }
     }
@@ -318,14 +316,14 @@ impl Runner<Job, Done> for Engine {
             let (job, count) = &jobs[i];
             let rows = if is_shared && job.draw.is_none() { job.rows(*count).of(*count).len() } else { 0 };
             match self.prepare(job, *count, line, rows) {
-                Ok((inside, Some((staged, logits)))) => {
+                Ok(prepared) if prepared.staged.is_some() => {
                     job.slot.stop_waiting();
-                    ready[i] = Some(Ready { inside, staged: Some(staged), logits });
+                    ready[i] = Some(prepared);
                 }
-                Ok((inside, None)) => {
+                Ok(brought) => {
                     // under its lock, so that nobody takes the pages before the owner has seen them
                     job.slot.leave();
-                    drop(inside);
+                    drop(brought);
                     replies[i] = Reply::Aside(Done::default());
                 }
                 Err(error) => replies[i] = self.refuse(job, *count, error),
