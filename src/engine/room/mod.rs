@@ -35,6 +35,8 @@ pub(crate) use slot::{Inside, Pin, Place, Rank, Slot};
 
 /// Steps that a call waits for room before all others line up behind it.
 const OVERDUE: u32 = 256;
+/// Looks, one in some milliseconds, after which those who wait for each other are taken to do so for good.
+const STUCK: u64 = 8;
 /// How long a session is idle before calls that can wait take its pages: longer than a decoding host needs between tokens.
 const IDLE: Duration = Duration::from_millis(20);
 
@@ -45,6 +47,8 @@ pub(crate) struct Room {
     slots: Mutex<BTreeMap<u64, Weak<Slot>>>,
     /// Calls that wait.
     waiting: AtomicU64,
+    /// Looks in a row at which all waited for each other.
+    stuck: AtomicU64,
     pressure: Pressure,
     begun: Instant,
     figures: Figures,
@@ -97,6 +101,7 @@ impl Room {
             lot: (parking > 0).then(|| ParkingLot::new(parking)),
             slots: Mutex::default(),
             waiting: AtomicU64::new(0),
+            stuck: AtomicU64::new(0),
             pressure: Pressure::default(),
             begun: Instant::now(),
             figures: Figures::default(),
@@ -220,9 +225,14 @@ impl Room {
         lines.min_by_key(|line| line.rank)
     }
 
-    /// Whether nobody can go on or will free anything: all who hold blocks wait for more.
+    /// Whether nobody can go on or will free anything: all who hold blocks wait for more. It takes [`STUCK`] looks in a row,
+    /// since a session that is being made holds pages before it is known.
     pub(crate) fn is_stuck(&self) -> bool {
-        self.slots().iter().all(|slot| slot.is_waiting() || (!slot.is_used() && slot.held() == 0))
+        if self.slots().iter().all(|slot| slot.is_waiting() || (!slot.is_used() && slot.held() == 0)) {
+            return self.stuck.fetch_add(1, Ordering::Relaxed) + 1 >= STUCK;
+        }
+        self.stuck.store(0, Ordering::Relaxed);
+        false
     }
 
     /// Counts a call that ends for want of room; whether it was a prompt that was not admitted.
