@@ -323,6 +323,8 @@ impl<J, R> Batcher<J, R> {
                     Some(Reply::Done(result)) => Ok(result),
                     Some(Reply::Aside(answer)) => Ok(Ok(answer)),
                     Some(Reply::Later(needs)) => {
+                        // it had its turn, so that those who were passed over come first
+                        call.demand.passed = 0;
                         state.waiting.push(Waiting { call: call.with(job), seat, needs: Some(needs) });
                         continue;
                     }
