@@ -54,6 +54,10 @@
 // one thread at a time: a second one gets `BUSY` at once. `_free` needs an object that no other call uses. Callbacks run
 // on the calling thread, except the log's. Signals may arrive at any time; calls go on.
 //
+// After `fork()` the parent goes on. In the child, engines, sessions and generations that it inherited are of no use:
+// every call with one returns `UNAVAILABLE` at once, and freeing it does nothing. Models may be used, also for engines of
+// the child's own.
+//
 // PANICS
 //
 // The library never exits or aborts on purpose, installs no signal handler, and writes nothing to stdout or stderr. A
@@ -682,7 +686,7 @@ typedef struct dsv4_engine_options {
     // Most bytes of the cache, for sessions and reusable prompt beginnings together; 0, the default, is a quarter of the
     // machine's memory, or half of what weights and steps leave of a GPU's. Memory is taken as it fills, on a GPU when
     // the engine is made; at the limit, beginnings that no session uses are dropped, the
-    // longest unused first, and when all is in use calls fail with `NO_BLOCKS`.
+    // longest unused first, and when all is in use calls do as `when_full` says.
     uint64_t cache_bytes;
     // Most bytes of checkpoints, within `cache_bytes`; 0, the default, is a quarter of those.
     uint64_t checkpoint_bytes;
@@ -720,6 +724,19 @@ typedef struct dsv4_engine_options {
     int32_t batch_invariant;
     // 0.
     int32_t reserved;
+    // Most bytes of host memory, beyond the limits above, for sessions that give their pages up for others: idle ones, and
+    // waiting ones that rank behind. They have them back before their next step, with the same results; one that finds no
+    // place there is computed again from its tokens. 0, the default, is no such place: sessions keep their pages.
+    uint64_t session_tier_bytes;
+    // A `dsv4_when_full`: what calls do for which the cache has no room. `dsv4_session_set_call_options` may say otherwise.
+    int32_t when_full;
+    // Percent of the cache held by sessions, 1 to 100, from which on new sessions are made smaller, as the next two fields
+    // say; 0, the default, is never.
+    uint32_t degraded_load_percent;
+    // Most tokens of such a session's context, at least 1. Without `degraded_load_percent` it means nothing.
+    uint64_t degraded_context;
+    // Most tokens that such a session has in a step, at least 1. Without `degraded_load_percent` it means nothing.
+    uint64_t degraded_chunk;
 } dsv4_engine_options;
 
 // What an engine was made with and found. Set `size` to `sizeof(dsv4_engine_info)` before the call.
@@ -956,6 +973,89 @@ dsv4_status dsv4_session_keep_common(dsv4_session *session,
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_cancel(const dsv4_session *session,
                                 dsv4_error *err);
+
+
+////////////////////////////////////////////////////////////////////////////////////////////////////
+// Calls of many sessions
+//
+// Calls of several threads at the same time go through the model together; one of the threads does the work for all. How
+// a session's calls are treated among those of others, and what they do when the cache is full, is set here.
+
+// What a call does for which the cache has no room. In any case what no session uses makes room first, and with
+// `session_tier_bytes` in the engine's options, sessions that are idle give their pages up for a while.
+enum dsv4_when_full
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // In call options, as the engine's options say; there, as `EVICT`. The default.
+    DSV4_WHEN_FULL_DEFAULT = 0,
+    // It takes what there is and ends with `NO_BLOCKS` when nothing is left; the chunks that were complete stay.
+    DSV4_WHEN_FULL_EVICT = 1,
+    // A prompt is compared with the room before it begins, and refused whole with `NO_BLOCKS` and the counts.
+    DSV4_WHEN_FULL_REFUSE = 2,
+    // A prompt waits until there is room for all of it, and any call waits that needs more than there is: in order of
+    // priority and age, until room is made, or a cancel or the time limit ends it. Sessions that are idle may hold the
+    // room: if one thread owns them all, give a time limit. If all sessions wait for each other, or a call needs more than
+    // the whole cache, it is `NO_BLOCKS`.
+    DSV4_WHEN_FULL_WAIT = 3,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum dsv4_when_full dsv4_when_full;
+#else
+typedef int32_t dsv4_when_full;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// How a session's calls are treated. Fill with `dsv4_call_options_init`, then change what you like.
+typedef struct dsv4_call_options {
+    // `sizeof(dsv4_call_options)`.
+    size_t size;
+    // Most milliseconds that one call may take, from its beginning; one that takes longer ends with `CANCELLED` within one
+    // chunk, and what was complete stays. Each token of a generation is a call. 0, the default, is no limit.
+    uint64_t time_limit_ms;
+    // Tokens that are expected behind a prompt: with `REFUSE` and `WAIT`, room is asked for these too before the prompt
+    // begins, and kept for the session. 0 is the default.
+    uint64_t reserve;
+    // Higher goes first where not all fit into a step; nobody waits for ever. 0 is the default.
+    int32_t priority;
+    // A `dsv4_when_full`.
+    int32_t when_full;
+    // 1: the calling thread does no work for the model, but waits for others, for threads with little stack or much
+    // priority. Something must work then: calls of other sessions, or a thread in `dsv4_engine_step`. 0 is the default.
+    int32_t waits_only;
+    // 0.
+    int32_t reserved;
+} dsv4_call_options;
+
+// Sets every default in `options`, a struct of `size` bytes. Use `dsv4_call_options_init`, which passes the size as your
+// header has it. `options` may be NULL; then nothing happens.
+DSV4_API void dsv4_call_options_init_sized(dsv4_call_options *options,
+                                  size_t size);
+
+// Sets `size` and every default in `options`.
+static inline void dsv4_call_options_init(dsv4_call_options *options)
+{
+    dsv4_call_options_init_sized(options, sizeof *options);
+}
+
+// How the session's calls are treated from now on. `options` may be NULL, which is all defaults.
+//
+// Errors: `INVALID_ARGUMENT` for an option out of range; `BUSY`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_set_call_options(dsv4_session *session,
+                                          const dsv4_call_options *options,
+                                          dsv4_error *err);
+
+// Runs one step of what calls with `waits_only` wait for, on this thread. `*worked` receives 1 if there was something to do
+// and 0 if not, or if another thread is at it already.
+//
+// Errors: `UNAVAILABLE` in a fork of the process. What goes wrong in the step is told to the calls in it.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_engine_step(const dsv4_engine *engine,
+                             int32_t *worked,
+                             dsv4_error *err);
 
 
 ////////////////////////////////////////////////////////////////////////////////////////////////////
@@ -1667,6 +1767,129 @@ dsv4_status dsv4_engine_get_cache_stats(const dsv4_engine *engine,
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_engine_flush_cache(const dsv4_engine *engine,
                                     dsv4_error *err);
+
+
+////////////////////////////////////////////////////////////////////////////////////////////////////
+// Metrics
+//
+// What an engine did, how long it took, and who waited. Thresholds and alerts are the host's.
+
+// Figures of an engine. Set `size` to `sizeof(dsv4_engine_metrics)` before the call. Counters count from the engine's
+// beginning; medians and 99th percentiles, in nanoseconds, are as exact as the buckets of `dsv4_engine_metrics_text`. What
+// the cache has is in `dsv4_cache_stats`.
+typedef struct dsv4_engine_metrics {
+    // `sizeof(dsv4_engine_metrics)`.
+    size_t size;
+    // Tokens of prompts, calls of more than eight tokens, that went through the model.
+    uint64_t prefill_tokens;
+    // Tokens of shorter calls that went through the model.
+    uint64_t decode_tokens;
+    // Passes over the weights.
+    uint64_t steps;
+    // Passes that failed as a whole, or ended early because all their calls were stopped.
+    uint64_t failed_steps;
+    // Sessions in all steps together: divided by `steps`, the mean batch.
+    uint64_t batch_sessions;
+    // Time of a step, median.
+    uint64_t step_p50_nanos;
+    // Time of a step that 99 of 100 do not exceed.
+    uint64_t step_p99_nanos;
+    // Time of a call in the queue before each of its steps, median.
+    uint64_t queue_p50_nanos;
+    // That time, 99 of 100.
+    uint64_t queue_p99_nanos;
+    // From a prompt to its logits, median.
+    uint64_t first_token_p50_nanos;
+    // That time, 99 of 100.
+    uint64_t first_token_p99_nanos;
+    // Between the results of two calls of a session, the second of one token, median; the host's own time included.
+    uint64_t token_p50_nanos;
+    // That time, 99 of 100.
+    uint64_t token_p99_nanos;
+    // Sessions that exist now.
+    uint64_t sessions;
+    // Calls that wait for room now.
+    uint64_t waiting_calls;
+    // Calls that had to wait for room.
+    uint64_t waits;
+    // Prompts that were not admitted, since the room for all of their plan was not there.
+    uint64_t refused_admissions;
+    // Calls that ended with `NO_BLOCKS`, those prompts among them.
+    uint64_t refused_calls;
+    // Sessions whose pages were taken for others.
+    uint64_t preemptions;
+    // Sessions that came back from host memory.
+    uint64_t restored_sessions;
+    // Sessions for which there was no place in host memory, and which are computed again.
+    uint64_t lost_sessions;
+    // Bytes of host memory that preempted sessions take now.
+    uint64_t parked_bytes;
+    // Percent of the cache that sessions hold.
+    uint64_t load_percent;
+    // How far steps and checkpoints are cut back for want of room: 0 not at all, 3 most.
+    uint32_t pressure;
+    // 1 while sessions that are made are smaller ones.
+    int32_t is_degraded;
+    // Sessions that were made smaller.
+    uint64_t degraded_sessions;
+} dsv4_engine_metrics;
+
+// Figures of a session since it was made; a fork begins with its parent's reused tokens. Set `size` to
+// `sizeof(dsv4_session_metrics)` before the call.
+typedef struct dsv4_session_metrics {
+    // `sizeof(dsv4_session_metrics)`.
+    size_t size;
+    // Tokens of prompts that went through the model.
+    uint64_t prefill_tokens;
+    // Tokens of calls of at most eight tokens that went through the model.
+    uint64_t decode_tokens;
+    // Tokens that were taken from the cache instead.
+    uint64_t reused_tokens;
+    // Tokens that were computed again, because the session's pages had been taken and lost.
+    uint64_t recomputed_tokens;
+    // Steps it took part in.
+    uint64_t steps;
+    // Nanoseconds in the queue.
+    uint64_t queued_nanos;
+    // Nanoseconds in steps.
+    uint64_t step_nanos;
+    // Nanoseconds from the beginning of its last prompt's call to the logits; 0 before the first.
+    uint64_t first_token_nanos;
+    // How often its pages were taken for others.
+    uint64_t preemptions;
+    // 1 if it was made smaller, since the engine was under load.
+    int32_t is_degraded;
+    // 0.
+    int32_t reserved;
+} dsv4_session_metrics;
+
+// Figures of the engine now.
+//
+// Errors: `UNAVAILABLE` in a fork of the process; otherwise only `INVALID_ARGUMENT` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_engine_get_metrics(const dsv4_engine *engine,
+                                    dsv4_engine_metrics *metrics,
+                                    dsv4_error *err);
+
+// All figures of the engine, those of the cache and the histograms included, in the Prometheus text exposition format,
+// version 0.0.4. `*text_len` receives the length in bytes and `text`, an array with room for `capacity` bytes, the text and
+// a final NUL; with NULL and 0 the length alone is asked for, which grows with the figures: leave some room.
+//
+// Errors: `BUFFER_TOO_SMALL`; `UNAVAILABLE` in a fork of the process.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_engine_metrics_text(const dsv4_engine *engine,
+                                     char *text,
+                                     size_t capacity,
+                                     size_t *text_len,
+                                     dsv4_error *err);
+
+// Figures of the session now.
+//
+// Errors: `UNAVAILABLE` in a fork of the process; otherwise only `INVALID_ARGUMENT`, `BUSY` and `POISONED`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_get_metrics(dsv4_session *session,
+                                     dsv4_session_metrics *metrics,
+                                     dsv4_error *err);
 
 
 ////////////////////////////////////////////////////////////////////////////////////////////////////

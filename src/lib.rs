@@ -49,7 +49,9 @@ pub mod weights;
 pub use cache::{CheckpointPolicy, KvFormat};
 #[doc(hidden)]
 pub use engine::research;
-pub use engine::{DeviceChoice, Engine, EngineOptions};
+pub use engine::{
+    DegradedMode, DeviceChoice, Engine, EngineMetrics, EngineOptions, Histogram, SessionMetrics, WhenFull,
+};
 pub use error::{Error, ErrorKind, Result};
 pub use model::{Model, Numerics};
 pub use sampler::{Sampler, SamplerOptions};

@@ -151,6 +151,33 @@ impl CacheManager {
         self.root
     }
 
+    /// Bytes of the pages of a block.
+    pub fn block_bytes(&self) -> u64 {
+        let (entries, keys) = self.layout.block_bytes();
+        entries + keys
+    }
+
+    /// Bytes of the pages of a sequence of `tokens` tokens that shares nothing.
+    pub fn sequence_bytes(&self, tokens: usize) -> u64 {
+        let (windows, states) = self.layout.fixed_page_bytes();
+        let states = if self.pool.is_in_memory() { 2 * states } else { states };
+        (tokens.div_ceil(BLOCK_TOKENS) as u64).saturating_mul(self.block_bytes()).saturating_add(windows + states)
+    }
+
+    /// Most bytes of pages, and those in use, by sessions or reusable prefixes.
+    pub fn limit_and_used(&self) -> (u64, u64) {
+        (self.pool.limit(), self.pool.usage().used_bytes)
+    }
+
+    /// Bytes of pages that can be had without taking any from a session: those not in use, and those that eviction frees.
+    /// It looks at every reusable block.
+    pub fn room(&self) -> u64 {
+        let (windows, states) = self.layout.fixed_page_bytes();
+        let evictable = self.index().evictable_bytes(self.block_bytes(), windows + states);
+        let free = self.pool.limit().saturating_sub(self.pool.usage().used_bytes);
+        free.saturating_add(evictable)
+    }
+
     /// Where pages come from.
     pub(super) fn pool(&self) -> &Arc<PagePool> {
         &self.pool

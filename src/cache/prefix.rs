@@ -292,6 +292,17 @@ impl PrefixIndex {
         self.nodes.values().filter(|n| Arc::strong_count(&n.block) == 1).count()
     }
 
+    /// Bytes of pages that eviction can free, where blocks and states take so many.
+    pub(super) fn evictable_bytes(&self, block: u64, state: u64) -> u64 {
+        let alone = |c: &Checkpoint| u64::from(Arc::strong_count(&c.state) == 1);
+        let states: u64 = self.marks.values().map(alone).sum();
+        let of_node = |n: &Node| {
+            let blocks = u64::from(Arc::strong_count(&n.block) == 1);
+            blocks * block + n.checkpoint.as_ref().map_or(0, alone) * state
+        };
+        states * state + self.nodes.values().map(of_node).sum::<u64>()
+    }
+
     fn touch(&mut self, key: PrefixKey) {
         let tick = self.next_tick();
         let Some(node) = self.nodes.get_mut(&key) else { return };

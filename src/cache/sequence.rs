@@ -205,6 +205,43 @@ impl SequenceCache {
         Self { manager: Arc::clone(manager), blocks, state, undo, fresh: None, version: new_version() }
     }
 
+    /// As [`Self::from_parts`], with what takes its last tokens back.
+    pub(super) fn from_parts_and_undo(
+        manager: &Arc<CacheManager>,
+        blocks: Vec<Arc<Block>>,
+        state: Arc<State>,
+        undo: UndoLog,
+    ) -> Self {
+        Self { undo, ..Self::from_parts(manager, blocks, state, 0) }
+    }
+
+    /// Tokens that can always be taken back without computing.
+    pub fn rollback(&self) -> usize {
+        self.undo.limit()
+    }
+
+    /// Where its pages come from.
+    pub(super) fn manager(&self) -> &Arc<CacheManager> {
+        &self.manager
+    }
+
+    /// Its table, which may end with a block that a step staged and did not commit.
+    pub(super) fn blocks(&self) -> &[Arc<Block>] {
+        &self.blocks
+    }
+
+    /// What takes its last tokens back.
+    pub(super) fn undo(&self) -> &UndoLog {
+        &self.undo
+    }
+
+    /// Bytes of the blocks that [`Self::stage`] of `count` tokens takes.
+    pub fn needs(&self, count: usize) -> u64 {
+        let is_shared = self.blocks.get(self.len() / BLOCK_TOKENS).is_some_and(|tail| Arc::strong_count(tail) > 1);
+        let new = (self.len() + count).div_ceil(BLOCK_TOKENS).saturating_sub(self.blocks.len());
+        (new + usize::from(is_shared)) as u64 * self.manager.block_bytes()
+    }
+
     /// The last block, if it holds fewer than 256 tokens.
     pub fn tail(&self) -> Option<&Block> {
         if self.len().is_multiple_of(BLOCK_TOKENS) { None } else { Some(&self.blocks[self.len() / BLOCK_TOKENS]) }

@@ -5,8 +5,11 @@ mod batch;
 mod cancel;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod metrics;
 mod options;
+mod process;
 pub mod research;
+mod room;
 mod step;
 
 use std::sync::Arc;
@@ -16,19 +19,23 @@ use crate::backend::cpu::Cpu;
 use crate::cache::file::Identity;
 use crate::cache::tier::Tiers;
 use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, PageMemory, SequenceCache};
-use crate::error::{Result, bail};
+use crate::error::{ErrorKind, Result, bail};
 use crate::model::deepseek_v4::{Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
 use crate::sampler::Draw;
 
 use batch::Batcher;
+use metrics::Meter;
+use room::Room;
 use step::{Job, Stepped};
 
-pub(crate) use batch::Home;
 pub use cancel::CancelToken;
 pub(crate) use cancel::Stop;
-pub use options::{DeviceChoice, EngineOptions};
-pub(crate) use step::{Chosen, Done, Terms, Work};
+pub use metrics::{EngineMetrics, Histogram, SessionMetrics};
+pub use options::{DegradedMode, DeviceChoice, EngineOptions, WhenFull};
+pub(crate) use process::Process;
+pub(crate) use room::{Pin, Place, Plan, Slot};
+pub(crate) use step::{Chosen, Done, Request, Terms, Work};
 
 /// One model ready to run. Shared between sessions and threads.
 ///
@@ -48,6 +55,9 @@ pub struct Engine {
     batcher: Batcher<Job, Done>,
     /// Tokens that the device chose.
     choices: AtomicU64,
+    room: Arc<Room>,
+    meter: Meter,
+    process: Process,
 }
 
 /// What runs the layers.
@@ -100,8 +110,23 @@ impl Engine {
         );
         let cache = CacheManager::with_memory(layout, options.cache_options(limit), context.as_bytes(), tiers, memory);
         let batcher = Batcher::new(options.prefill_chunk, device.sequences());
+        let (room, meter) = (Room::new(&cache, options.tiers.session_bytes), Meter::new());
         let (model, choices) = (Arc::clone(model), AtomicU64::new(0));
-        Ok(Arc::new(Self { model, options, kv_format, cpu, tables, device, cache, batcher, choices }))
+        let process = Process::current();
+        Ok(Arc::new(Self {
+            model,
+            options,
+            kv_format,
+            cpu,
+            tables,
+            device,
+            cache,
+            batcher,
+            choices,
+            room,
+            meter,
+            process,
+        }))
     }
 
     /// The model it runs.
@@ -136,7 +161,42 @@ impl Engine {
 
     /// An empty cache for one sequence whose last `rollback` tokens can be taken back.
     pub(crate) fn new_cache(&self, rollback: usize) -> Result<SequenceCache> {
-        self.with_room(|| SequenceCache::new(&self.cache, rollback))
+        self.find_room(|| SequenceCache::new(&self.cache, rollback))
+    }
+
+    /// Calls `work` until it finds room, as long as somebody idle can be asked for theirs. Not for steps.
+    pub(crate) fn find_room<T>(&self, mut work: impl FnMut() -> Result<T>) -> Result<T> {
+        self.check_process()?;
+        loop {
+            match self.with_room(&mut work) {
+                Err(error) if error.kind() == ErrorKind::NoBlocks && self.room.make_way(None, false) => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// `Unavailable` in a fork of the process that the engine was made in: its threads are not there.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        self.process.check("the engine")
+    }
+
+    /// What a session that is made now must do with, if the engine is under load.
+    pub(crate) fn degraded(&self) -> Option<DegradedMode> {
+        self.options.degraded.filter(|mode| self.room.pressure().load() >= u64::from(mode.load_percent))
+    }
+
+    /// As [`Self::degraded`], after a look at the cache; counts the session.
+    pub(crate) fn degrade(&self) -> Option<DegradedMode> {
+        self.options.degraded?;
+        self.room.pressure().look_now(&self.cache);
+        let mode = self.degraded()?;
+        self.meter.lock().degraded_sessions += 1;
+        Some(mode)
+    }
+
+    /// How many times farther apart than wanted checkpoints are kept, for want of room.
+    pub(crate) fn checkpoint_spacing(&self) -> usize {
+        1 << self.room.pressure().level()
     }
 
     /// Calls `work`, a second time if it found no room and pages could be moved together to make some.
@@ -171,7 +231,7 @@ impl Engine {
 
     /// Takes the segments' tokens through the layers, on whichever device; they may be committed then. A device that can
     /// choose tokens follows the `draws`, one for each segment or no list.
-    fn run(
+    fn forward(
         &self,
         segments: &mut [Segment<'_>],
         draws: &[Option<&Draw>],

@@ -41,6 +41,33 @@ impl FromStr for DeviceChoice {
     }
 }
 
+/// What a call does for which the cache has no room. In any case what no session uses makes room first, and where sessions
+/// have a place in host memory ([`TierOptions::session_bytes`]), those that are idle give their pages up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum WhenFull {
+    /// It takes what there is and ends with `NoBlocks` when nothing is left; the chunks that were complete stay.
+    #[default]
+    Evict,
+    /// A prompt is compared with the room before it begins, and refused whole with `NoBlocks` and the counts.
+    Refuse,
+    /// A prompt waits until there is room for all of it, and any call waits that needs more than there is: in order of
+    /// priority and age, until room is made, or a cancel or the time limit ends it. Sessions that are idle may hold the
+    /// room: a host whose only thread owns them should give a time limit. If all sessions with pages wait, or the call needs
+    /// more than the whole cache, it is `NoBlocks` with the counts.
+    Wait,
+}
+
+/// What new sessions must do with while the engine is under load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DegradedMode {
+    /// Percent of the cache held by sessions from which on new ones are smaller, 1 to 100.
+    pub load_percent: u32,
+    /// Most tokens of their context, at least 1.
+    pub context: usize,
+    /// Most tokens that they have in a step, at least 1.
+    pub chunk: usize,
+}
+
 /// How an engine runs its model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
@@ -73,6 +100,10 @@ pub struct EngineOptions {
     pub tiers: TierOptions,
     /// Fill freed cache pages with NaN bytes, so that a stale read shows. For tests; slower.
     pub poison_cache: bool,
+    /// What a call does for which the cache has no room; [`CallOptions`](crate::CallOptions) may say otherwise.
+    pub when_full: WhenFull,
+    /// Smaller new sessions under load; `None`, the default, makes all as they were asked for.
+    pub degraded: Option<DegradedMode>,
 }
 
 impl Default for EngineOptions {
@@ -90,6 +121,8 @@ impl Default for EngineOptions {
             prefix_salt: String::new(),
             tiers: TierOptions::default(),
             poison_cache: false,
+            when_full: WhenFull::default(),
+            degraded: None,
         }
     }
 }
@@ -133,6 +166,15 @@ impl EngineOptions {
         if !(1..=Self::MAX_PREFETCH_DEPTH).contains(&self.tiers.prefetch_depth) {
             let depth = self.tiers.prefetch_depth;
             bail!(InvalidArgument, "prefetch_depth is {depth}; 1 to {}", Self::MAX_PREFETCH_DEPTH);
+        }
+        if let Some(DegradedMode { load_percent, context, chunk }) = self.degraded
+            && (!(1..=100).contains(&load_percent) || context == 0 || chunk == 0)
+        {
+            bail!(
+                InvalidArgument,
+                "degraded mode from {load_percent} % load on with context {context} and {chunk} tokens a step; a load of 1 to \
+                 100 % and at least 1 of both are needed"
+            );
         }
         if let DeviceChoice::Cuda(n) = self.device {
             let devices = crate::backend::cuda_devices()?;

@@ -61,6 +61,19 @@ pub(super) unsafe fn free<T>(ptr: *mut T) {
     }
 }
 
+/// As [`free`], but what came here by a fork is left alone: its end could wait for threads that are not here.
+///
+/// # Safety
+/// As for [`free`].
+pub(super) unsafe fn free_own<T>(ptr: *mut T, is_inherited: impl FnOnce(&T) -> bool) {
+    // SAFETY: by the contract above.
+    let is_inherited = unsafe { ptr.as_ref() }.is_some_and(is_inherited);
+    if !is_inherited {
+        // SAFETY: as above.
+        unsafe { free(ptr) }
+    }
+}
+
 /// `len` values at `ptr`, which may be NULL if there are none.
 ///
 /// # Safety

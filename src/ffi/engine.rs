@@ -9,15 +9,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::args::{
-    Options, Out, OutStruct, SizedStruct, c_text, choice, copy_text, flag, free, init_options, object, options, path,
+    Options, Out, OutStruct, SizedStruct, c_text, choice, copy_text, count, flag, free_own, init_options, object,
+    options, path,
 };
+use super::call::{WHEN_FULL, dsv4_when_full};
 use super::guard::{guard, guard_value};
 use super::handle::{Shared, SharedUse};
 use super::model::dsv4_model;
 use super::status::{dsv4_error, dsv4_status};
 use crate::cache::tier::{Prefetch, TierOptions};
 use crate::cache::{CheckpointPolicy, KvFormat};
-use crate::engine::{DeviceChoice, Engine, EngineOptions};
+use crate::engine::{DegradedMode, DeviceChoice, Engine, EngineOptions};
 use crate::error::{Result, bail};
 use crate::model::Numerics;
 
@@ -122,7 +124,7 @@ pub struct dsv4_engine_options {
     /// Most bytes of the cache, for sessions and reusable prompt beginnings together; 0, the default, is a quarter of the
     /// machine's memory, or half of what weights and steps leave of a GPU's. Memory is taken as it fills, on a GPU when
     /// the engine is made; at the limit, beginnings that no session uses are dropped, the
-    /// longest unused first, and when all is in use calls fail with `NO_BLOCKS`.
+    /// longest unused first, and when all is in use calls do as `when_full` says.
     pub cache_bytes: u64,
     /// Most bytes of checkpoints, within `cache_bytes`; 0, the default, is a quarter of those.
     pub checkpoint_bytes: u64,
@@ -160,6 +162,19 @@ pub struct dsv4_engine_options {
     pub batch_invariant: i32,
     /// 0.
     pub reserved: i32,
+    /// Most bytes of host memory, beyond the limits above, for sessions that give their pages up for others: idle ones, and
+    /// waiting ones that rank behind. They have them back before their next step, with the same results; one that finds no
+    /// place there is computed again from its tokens. 0, the default, is no such place: sessions keep their pages.
+    pub session_tier_bytes: u64,
+    /// A `dsv4_when_full`: what calls do for which the cache has no room. `dsv4_session_set_call_options` may say otherwise.
+    pub when_full: i32,
+    /// Percent of the cache held by sessions, 1 to 100, from which on new sessions are made smaller, as the next two fields
+    /// say; 0, the default, is never.
+    pub degraded_load_percent: u32,
+    /// Most tokens of such a session's context, at least 1. Without `degraded_load_percent` it means nothing.
+    pub degraded_context: u64,
+    /// Most tokens that such a session has in a step, at least 1. Without `degraded_load_percent` it means nothing.
+    pub degraded_chunk: u64,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -193,6 +208,11 @@ impl Options for dsv4_engine_options {
             poison_cache: 0,
             batch_invariant: 0,
             reserved: 0,
+            session_tier_bytes: rust.tiers.session_bytes,
+            when_full: dsv4_when_full::Default as i32,
+            degraded_load_percent: 0,
+            degraded_context: 0,
+            degraded_chunk: 0,
         }
     }
 }
@@ -259,7 +279,7 @@ pub unsafe extern "C" fn dsv4_engine_new(
         // SAFETY: as above; the text is read during this call only.
         let options = unsafe { read(&options) }?;
         let engine = Engine::new(&model.model, options)?;
-        out.give(dsv4_engine { shared: Shared::new("the engine", engine) });
+        out.give(dsv4_engine { shared: Shared::new("the engine", engine).bound() });
         Ok(())
     })
 }
@@ -269,7 +289,7 @@ pub unsafe extern "C" fn dsv4_engine_new(
 pub unsafe extern "C" fn dsv4_engine_free(engine: *mut dsv4_engine) {
     guard_value("dsv4_engine_free", (), || {
         // SAFETY: NULL or an object that nobody uses any more, by the header's contract.
-        unsafe { free(engine) }
+        unsafe { free_own(engine, |engine| engine.shared.is_inherited()) }
     });
 }
 
@@ -339,7 +359,20 @@ pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions
         tiers: unsafe { tiers(options) }?,
         poison_cache: flag(options.poison_cache, "poison_cache")?,
         batch_invariant: flag(options.batch_invariant, "batch_invariant")?,
+        when_full: choice(options.when_full, "when_full", &WHEN_FULL, |w| w as i32)?.unwrap_or_default(),
+        degraded: degraded(options)?,
     })
+}
+
+fn degraded(options: &dsv4_engine_options) -> Result<Option<DegradedMode>> {
+    if options.degraded_load_percent == 0 {
+        return Ok(None);
+    }
+    Ok(Some(DegradedMode {
+        load_percent: options.degraded_load_percent,
+        context: count(options.degraded_context, "degraded_context")?,
+        chunk: count(options.degraded_chunk, "degraded_chunk")?,
+    }))
 }
 
 /// # Safety
@@ -360,6 +393,7 @@ unsafe fn tiers(options: &dsv4_engine_options) -> Result<TierOptions> {
         prefetch: choice(options.prefetch, "prefetch", &PREFETCH, |p| p as i32)?,
         prefetch_depth: options.prefetch_depth as usize,
         timeout: Duration::from_millis(options.tier_timeout_ms.into()),
+        session_bytes: options.session_tier_bytes,
     })
 }
 

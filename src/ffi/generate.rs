@@ -14,7 +14,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::args::{
-    Options, Out, OutStruct, SizedStruct, c_bytes, c_text, flag, free, init_options, object, options, slice,
+    Options, Out, OutStruct, SizedStruct, c_bytes, c_text, flag, free_own, init_options, object, options, slice,
 };
 use super::guard::{guard, guard_value, unfenced};
 use super::handle::Exclusive;
@@ -160,7 +160,7 @@ pub unsafe extern "C" fn dsv4_generation_new(
     guard("dsv4_generation_new", err, || {
         // SAFETY: as above.
         let running = unsafe { Running::start(session, sampler, options, || out.check()) }?;
-        out.give(dsv4_generation { exclusive: Exclusive::new("the generation", running) });
+        out.give(dsv4_generation { exclusive: Exclusive::new("the generation", running).bound() });
         Ok(())
     })
 }
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn dsv4_generation_new(
 pub unsafe extern "C" fn dsv4_generation_free(generation: *mut dsv4_generation) {
     guard_value("dsv4_generation_free", (), || {
         // SAFETY: NULL or an object that nobody uses any more, by the header's contract.
-        unsafe { free(generation) }
+        unsafe { free_own(generation, |generation| generation.exclusive.is_inherited()) }
     });
 }
 

@@ -2,7 +2,8 @@
 //!
 //! Invariant: a [`Shared`] object is reached by any number of threads at once, an [`Exclusive`] one by one thread at a
 //! time, and a second one is told `BUSY` instead of waiting. A panic while an object is in use poisons it, and from then
-//! on every use is refused with `POISONED`; freeing it works.
+//! on every use is refused with `POISONED`; freeing it works. What needs an engine's threads is bound to the process: in a
+//! fork of it every use is refused with `UNAVAILABLE` before any lock is taken, and freeing it does nothing.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,11 +11,13 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::thread::panicking;
 
 use super::guard::injection_point;
+use crate::engine::Process;
 use crate::error::{Result, bail};
 
 /// An object for concurrent use.
 pub(super) struct Shared<T> {
     what: &'static str,
+    made_in: Option<Process>,
     poisoned: AtomicBool,
     value: T,
 }
@@ -28,10 +31,21 @@ pub(super) struct SharedUse<'a, T> {
 impl<T> Shared<T> {
     /// `what` names the object in messages, with its article: "the model".
     pub(super) fn new(what: &'static str, value: T) -> Self {
-        Self { what, poisoned: AtomicBool::new(false), value }
+        Self { what, made_in: None, poisoned: AtomicBool::new(false), value }
+    }
+
+    /// The same, of use in this process only.
+    pub(super) fn bound(self) -> Self {
+        Self { made_in: Some(Process::current()), ..self }
+    }
+
+    /// Whether it came here by a fork and is of no use.
+    pub(super) fn is_inherited(&self) -> bool {
+        self.made_in.is_some_and(Process::is_other)
     }
 
     pub(super) fn get(&self) -> Result<SharedUse<'_, T>> {
+        self.made_in.map_or(Ok(()), |process| process.check(self.what))?;
         if self.poisoned.load(Ordering::Acquire) {
             return poisoned(self.what);
         }
@@ -60,6 +74,7 @@ impl<T> Drop for SharedUse<'_, T> {
 /// An object for one thread at a time.
 pub(super) struct Exclusive<T> {
     what: &'static str,
+    made_in: Option<Process>,
     value: Mutex<T>,
     /// Whether a call on it waits for a callback, which may only read it.
     held: AtomicBool,
@@ -80,7 +95,17 @@ pub(super) struct ExclusiveUse<'a, T>(MutexGuard<'a, T>);
 impl<T> Exclusive<T> {
     /// `what` as for [`Shared::new`].
     pub(super) fn new(what: &'static str, value: T) -> Self {
-        Self { what, value: Mutex::new(value), held: AtomicBool::new(false) }
+        Self { what, made_in: None, value: Mutex::new(value), held: AtomicBool::new(false) }
+    }
+
+    /// As [`Shared::bound`].
+    pub(super) fn bound(self) -> Self {
+        Self { made_in: Some(Process::current()), ..self }
+    }
+
+    /// As [`Shared::is_inherited`].
+    pub(super) fn is_inherited(&self) -> bool {
+        self.made_in.is_some_and(Process::is_other)
     }
 
     /// For a call that does not use the object right now but goes on with it after a callback.
@@ -98,6 +123,7 @@ impl<T> Exclusive<T> {
 
     /// As [`Self::get`], to look at the object only: possible in callbacks too.
     pub(super) fn read(&self) -> Result<ExclusiveUse<'_, T>> {
+        self.made_in.map_or(Ok(()), |process| process.check(self.what))?;
         let using = match self.value.try_lock() {
             Ok(lock) => ExclusiveUse(lock),
             Err(TryLockError::WouldBlock) => bail!(Busy, "{} is in use by another thread", self.what),

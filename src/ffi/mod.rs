@@ -54,6 +54,10 @@
 //! one thread at a time: a second one gets `BUSY` at once. `_free` needs an object that no other call uses. Callbacks run
 //! on the calling thread, except the log's. Signals may arrive at any time; calls go on.
 //!
+//! After `fork()` the parent goes on. In the child, engines, sessions and generations that it inherited are of no use:
+//! every call with one returns `UNAVAILABLE` at once, and freeing it does nothing. Models may be used, also for engines of
+//! the child's own.
+//!
 //! PANICS
 //!
 //! The library never exits or aborts on purpose, installs no signal handler, and writes nothing to stdout or stderr. A
@@ -84,6 +88,7 @@
 
 mod args;
 pub mod cache;
+pub mod call;
 pub mod chat;
 pub mod device;
 pub mod engine;
@@ -91,6 +96,7 @@ pub mod generate;
 mod guard;
 mod handle;
 pub mod log;
+pub mod metrics;
 pub mod model;
 pub mod plan;
 pub mod sampler;
@@ -119,11 +125,13 @@ pub mod testing {
         "tokenizer",
         "engine",
         "session",
+        "call",
         "session_file",
         "sampler",
         "generate",
         "chat",
         "cache",
+        "metrics",
         "plan",
     ];
 

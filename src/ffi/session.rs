@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use super::args::{Options, Out, OutStruct, SizedStruct, count, free, init_options, object, options, slice};
+use super::args::{Options, Out, OutStruct, SizedStruct, count, free_own, init_options, object, options, slice};
 use super::engine::dsv4_engine;
 use super::guard::{guard, guard_value, unfenced};
 use super::handle::Exclusive;
@@ -26,7 +26,7 @@ pub struct dsv4_session {
 impl dsv4_session {
     pub(super) fn new(session: Session) -> Self {
         let cancel = session.cancel_token();
-        Self { exclusive: Arc::new(Exclusive::new("the session", session)), cancel }
+        Self { exclusive: Arc::new(Exclusive::new("the session", session).bound()), cancel }
     }
 }
 
@@ -133,7 +133,7 @@ pub unsafe extern "C" fn dsv4_session_new(
 pub unsafe extern "C" fn dsv4_session_free(session: *mut dsv4_session) {
     guard_value("dsv4_session_free", (), || {
         // SAFETY: NULL or an object that nobody uses any more, by the header's contract.
-        unsafe { free(session) }
+        unsafe { free_own(session, |session| session.exclusive.is_inherited()) }
     });
 }
 

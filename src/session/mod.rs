@@ -6,18 +6,19 @@ mod file;
 mod generate;
 mod logits;
 mod prefix;
+mod room;
 mod stop;
 
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::TokenId;
 use crate::alloc;
-use crate::cache::{BLOCK_TOKENS, CacheBytes, Checkpoint, Mark, PrefixKey, SequenceCache, State};
-use crate::engine::{Done, Engine, Home, Stop, Terms, Work};
+use crate::cache::{BLOCK_TOKENS, Checkpoint, Mark, PrefixKey, State};
+use crate::engine::{Done, Engine, SessionMetrics, Slot, Terms, WhenFull, Work};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
 use crate::sampler::{Draw, Sampler};
@@ -74,6 +75,12 @@ pub struct CallOptions {
     /// The calling thread does no work for the model, but waits for others: for threads with little stack or much
     /// priority. Something must work then: calls of other sessions, or a thread in [`Engine::run_waiting_step`].
     pub waits_only: bool,
+    /// What the call does for which the cache has no room; `None` is the engine's
+    /// [`when_full`](crate::EngineOptions::when_full).
+    pub when_full: Option<WhenFull>,
+    /// Tokens that are expected behind a prompt: with [`WhenFull::Refuse`] and [`WhenFull::Wait`], room is asked for these
+    /// too before the prompt begins, and kept for the session.
+    pub reserve: usize,
 }
 
 /// How far a call to [`Session::feed_with`] has come.
@@ -97,7 +104,7 @@ pub struct Progress {
 /// ```
 pub struct Session {
     engine: Arc<Engine>,
-    cache: Home<SequenceCache>,
+    cache: Arc<Slot>,
     context: usize,
     tokens: Vec<TokenId>,
     /// Logits behind the last token; empty before the first.
@@ -117,6 +124,9 @@ pub struct Session {
     reused: u64,
     cancel: CancelToken,
     calls: CallOptions,
+    /// Most tokens of a step.
+    chunk: usize,
+    metrics: SessionMetrics,
 }
 
 impl Session {
@@ -126,14 +136,20 @@ impl Session {
     /// `InvalidArgument` if the context is longer than the model's, `OutOfMemory` for its fixed memory.
     pub fn new(engine: &Arc<Engine>, options: SessionOptions) -> Result<Self> {
         let context = options.context(engine)?;
-        Ok(Self::over(engine, context, engine.new_cache(options.rollback)?, options.rollback))
+        let mut session = Self::over(engine, context, engine.new_slot(options.rollback)?, options.rollback);
+        if let Some(mode) = engine.degrade() {
+            session.context = context.min(mode.context);
+            session.chunk = session.chunk.min(mode.chunk);
+            session.metrics.is_degraded = true;
+        }
+        Ok(session)
     }
 
-    /// A session of no tokens that has `cache`.
-    fn over(engine: &Arc<Engine>, context: usize, cache: SequenceCache, rollback: usize) -> Self {
+    /// A session of no tokens that has the sequence in `cache`.
+    fn over(engine: &Arc<Engine>, context: usize, cache: Arc<Slot>, rollback: usize) -> Self {
         Self {
             engine: Arc::clone(engine),
-            cache: engine.home(cache),
+            cache,
             context,
             tokens: Vec::new(),
             logits: Logits::default(),
@@ -146,6 +162,8 @@ impl Session {
             reused: 0,
             cancel: CancelToken::default(),
             calls: CallOptions::default(),
+            chunk: engine.options().prefill_chunk,
+            metrics: SessionMetrics::default(),
         }
     }
 
@@ -207,6 +225,7 @@ impl Session {
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
         sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
+        self.engine.check_process()?;
         let vocab = self.engine.model().config().vocab_size;
         if tokens.len() > self.remaining() {
             bail!(
@@ -225,15 +244,23 @@ impl Session {
         self.earlier
             .try_reserve(kept)
             .map_err(|_| Error::out_of_memory("earlier logits", (kept * size_of::<Logits>()) as u64))?;
+        let _pin = self.cache.pin();
         let terms = self.terms(tokens.len());
+        self.catch_up(|| terms.clone())?;
         let mut done = if rows == LogitRows::Last { self.reuse(tokens)? } else { 0 };
         let end = self.position() + tokens.len() - done;
         while done < tokens.len() {
             let part = &tokens[done..done + self.next_chunk(end)];
             let last = done + part.len() == tokens.len();
             let wanted = if rows == LogitRows::Last && !last { LogitRows::None } else { rows };
-            let work = Work { tokens: part, logits: wanted, draw: draw.take_if(|_| last) };
-            let Done { tokens: taken, logits, chosen } = self.engine.step(&mut self.cache, work, &terms)?;
+            let work = Work { tokens: part, logits: wanted, draw: draw.take_if(|_| last), ends: last };
+            let step = self.engine.step(&self.cache, work, &terms)?;
+            if step.tokens == 0 {
+                self.catch_up(|| terms.clone())?;
+                continue;
+            }
+            self.count(&step, &terms);
+            let Done { tokens: taken, logits, chosen, .. } = step;
             let (part, last) = (&part[..taken], last && taken == part.len());
             // until the call is complete the session's logits would be those of an older token
             self.retire_logits(part.len());
@@ -251,7 +278,7 @@ impl Session {
             } else if rows == LogitRows::All || last {
                 self.keep_last(logits, vocab);
             }
-            self.publish(end, self.settled(tokens.len()))?;
+            self.publish(end, self.settled(tokens.len()), terms.decodes())?;
             if progress(Progress { done, total: tokens.len() }).is_break() && !last {
                 return Err(cancelled(done, tokens.len()));
             }
@@ -259,14 +286,19 @@ impl Session {
         if tokens.len() > 1 {
             self.set_mark();
         }
+        if !terms.decodes() {
+            self.metrics.first_token = Some(terms.began().elapsed());
+        }
         Ok(())
     }
 
-    /// How a call of `tokens` tokens that begins now is treated.
-    fn terms(&self, tokens: usize) -> Terms {
-        let deadline = self.calls.time_limit.and_then(|limit| Instant::now().checked_add(limit));
-        let stop = Stop { cancel: self.cancel.clone(), deadline };
-        self.engine.begin(tokens, stop, self.calls.priority, !self.calls.waits_only)
+    /// Counts a step of a call.
+    fn count(&mut self, step: &Done, terms: &Terms) {
+        let metrics = &mut self.metrics;
+        *(if terms.decodes() { &mut metrics.decode_tokens } else { &mut metrics.prefill_tokens }) += step.tokens as u64;
+        metrics.steps += 1;
+        metrics.queued += step.queued;
+        metrics.in_steps += step.took;
     }
 
     /// Puts the logits aside for a rollback, now that `fed` more tokens are about to follow them.
@@ -359,7 +391,7 @@ impl Session {
 
     fn empty(&mut self) -> Result<()> {
         self.mark = None;
-        self.cache.clear()?;
+        self.clear_sequence()?;
         self.tokens.clear();
         self.keys.clear();
         self.unsettled = None;
@@ -371,12 +403,13 @@ impl Session {
     /// copies it.
     ///
     /// # Errors
-    /// `OutOfMemory`.
+    /// `OutOfMemory`; where its pages had been taken for others, those of [`Session::feed`].
     pub fn fork(&self) -> Result<Self> {
+        let _pin = self.ready()?;
         self.engine.cache().count_fork();
         Ok(Self {
             engine: Arc::clone(&self.engine),
-            cache: self.engine.home(self.cache.fork()?),
+            cache: self.engine.slot(self.cache.sequence().fork()?),
             context: self.context,
             tokens: alloc::copied("session tokens", &self.tokens)?,
             logits: self.logits.copy()?,
@@ -389,6 +422,8 @@ impl Session {
             reused: self.reused,
             cancel: CancelToken::default(),
             calls: self.calls,
+            chunk: self.chunk,
+            metrics: SessionMetrics { is_degraded: self.metrics.is_degraded, ..SessionMetrics::default() },
         })
     }
 
@@ -410,6 +445,7 @@ impl Session {
         if position == 0 {
             return self.empty();
         }
+        let _pin = self.ready()?;
         if self.roll_back(position)? {
             return Ok(());
         }
@@ -435,7 +471,7 @@ impl Session {
     /// there to `position`.
     fn go_below(&mut self, position: usize) -> Result<Vec<TokenId>> {
         let checkpoint = self.checkpoint_below(position);
-        let undone = self.cache.can_roll_back(position - 1).then_some(position - 1);
+        let undone = self.cache.sequence().can_roll_back(position - 1).then_some(position - 1);
         let Some(start) = undone.or(checkpoint.as_ref().map(|state| state.position())) else {
             let rest = alloc::copied("session tokens", &self.tokens[..position])?;
             self.empty()?;
@@ -443,8 +479,8 @@ impl Session {
         };
         let rest = alloc::copied("session tokens", &self.tokens[start..position])?;
         match (undone, checkpoint) {
-            (None, Some(state)) => self.cache.rewind(state),
-            _ => self.cache.roll_back(start)?,
+            (None, Some(state)) => self.cache.sequence().rewind(state),
+            _ => self.engine.find_room(|| self.cache.sequence().roll_back(start))?,
         }
         self.cut(start);
         self.forget_logits();
@@ -458,7 +494,7 @@ impl Session {
         if logits.try_reserve_exact(self.logits.on_host().len()).is_ok() {
             logits.extend_from_slice(self.logits.on_host());
         }
-        let checkpoint = Checkpoint { state: self.cache.checkpoint(), logits: logits.into() };
+        let checkpoint = Checkpoint { state: self.cache.sequence().checkpoint(), logits: logits.into() };
         self.mark = Some(Arc::new(Mark::new(self.engine.cache(), checkpoint)));
     }
 
@@ -473,8 +509,9 @@ impl Session {
     /// Goes back to `position` without computing, if its logits are at hand; otherwise changes nothing and says `false`.
     fn roll_back(&mut self, position: usize) -> Result<bool> {
         let known = self.earlier.iter().position(|&(p, _)| p == position);
-        if let (Some(i), true) = (known, self.cache.can_roll_back(position)) {
-            self.cache.roll_back(position)?;
+        let reaches = self.cache.sequence().can_roll_back(position);
+        if let (Some(i), true) = (known, reaches) {
+            self.engine.find_room(|| self.cache.sequence().roll_back(position))?;
             self.logits = std::mem::take(&mut self.earlier[i].1);
             self.earlier.truncate(i);
             self.cut(position);
@@ -486,7 +523,7 @@ impl Session {
         let mut whole = mark.into_iter().chain(kept).filter(|checkpoint| !checkpoint.logits.is_empty());
         let Some(checkpoint) = whole.next() else { return Ok(false) };
         let logits = alloc::copied("logits", &checkpoint.logits)?;
-        self.cache.rewind(checkpoint.state);
+        self.cache.sequence().rewind(checkpoint.state);
         self.cut(position);
         self.forget_logits();
         self.logits = logits.into();
@@ -534,11 +571,6 @@ impl Session {
     /// The engine it runs on.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine
-    }
-
-    /// Bytes of cache memory it holds.
-    pub fn cache_bytes(&self) -> CacheBytes {
-        self.cache.bytes()
     }
 }
 

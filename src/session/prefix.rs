@@ -29,7 +29,7 @@ impl Session {
         if let Some(checkpoint) = hit.checkpoint {
             let logits = alloc::copied("logits", if count == tokens.len() { &checkpoint.logits } else { &[] })?;
             alloc::reserve("session blocks", &mut self.keys, hit.keys.len())?;
-            self.cache.extend(&hit.blocks, checkpoint.state)?;
+            self.cache.sequence().extend(&hit.blocks, checkpoint.state)?;
             self.keys.extend_from_slice(&hit.keys);
             self.tokens.extend_from_slice(&tokens[..count]);
             self.forget_logits();
@@ -47,10 +47,13 @@ impl Session {
         let stop = match self.engine.cache().options().policy {
             CheckpointPolicy::None => end,
             CheckpointPolicy::Boundary => last_boundary(end),
-            CheckpointPolicy::Every(n) => (position / n + 1) * n,
+            CheckpointPolicy::Every(n) => {
+                let n = n.saturating_mul(self.engine.checkpoint_spacing());
+                (position / n + 1).saturating_mul(n)
+            }
         };
         let stop = if stop > position { stop.min(end) } else { end };
-        (stop - position).min(self.engine.options().prefill_chunk)
+        (stop - position).min(self.chunk)
     }
 
     /// Tokens of the session that are not to be taken back, during a call with `count` tokens: a prompt is settled,
@@ -60,21 +63,26 @@ impl Session {
     }
 
     /// Makes full blocks among the first `settled` tokens findable, and keeps a checkpoint where the policy of a call
-    /// that ends at position `end` wants one.
-    pub(super) fn publish(&mut self, end: usize, settled: usize) -> Result<()> {
+    /// that ends at position `end`, and `decodes` or not, wants one.
+    pub(super) fn publish(&mut self, end: usize, settled: usize, decodes: bool) -> Result<()> {
         self.offer(settled)?;
         let position = self.position();
+        // where room is short, what decoding passes is kept less often
+        let spacing = self.engine.checkpoint_spacing();
+        let is_spaced = !decodes || (position / BLOCK_TOKENS).is_multiple_of(spacing);
         let wanted = match self.engine.cache().options().policy {
             _ if position == 0 => false,
             CheckpointPolicy::None => false,
-            CheckpointPolicy::Boundary => position.is_multiple_of(BLOCK_TOKENS) && position >= last_boundary(end),
-            CheckpointPolicy::Every(n) => position.is_multiple_of(n),
+            CheckpointPolicy::Boundary => {
+                position.is_multiple_of(BLOCK_TOKENS) && position >= last_boundary(end) && is_spaced
+            }
+            CheckpointPolicy::Every(n) => position.is_multiple_of(n.saturating_mul(spacing)),
         };
         if !wanted {
             return Ok(());
         }
         let logits = self.logits.to_vec(&self.engine)?.into();
-        let checkpoint = Checkpoint { state: self.cache.checkpoint(), logits };
+        let checkpoint = Checkpoint { state: self.cache.sequence().checkpoint(), logits };
         // like a mark, it makes room where there is none
         self.unsettled = Some(Arc::new(Mark::new(self.engine.cache(), checkpoint)));
         self.offer(settled)
@@ -90,9 +98,11 @@ impl Session {
             let parent = self.keys.last().copied().unwrap_or(cache.root());
             let tokens = &self.tokens[i * BLOCK_TOKENS..(i + 1) * BLOCK_TOKENS];
             alloc::reserve("session blocks", &mut self.keys, 1)?;
-            if let Some(equal) = cache.publish(parent, tokens, &self.cache.full_blocks()[i])? {
-                self.cache.replace_block(i, equal);
+            let mut sequence = self.cache.sequence();
+            if let Some(equal) = cache.publish(parent, tokens, &sequence.full_blocks()[i])? {
+                sequence.replace_block(i, equal);
             }
+            drop(sequence);
             self.keys.push(parent.extend(tokens));
         }
         if let Some(mark) = self.unsettled.take_if(|mark| mark.position() <= settled)

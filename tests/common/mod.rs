@@ -8,3 +8,4 @@ pub mod long;
 pub mod metrics;
 pub mod shared;
 pub mod subject;
+pub mod truth;

@@ -1,7 +1,8 @@
 //! The functions by name. A test compares the table with the header.
 
 use dsv4::ffi::{
-    cache, chat, device, engine, generate, log, model, plan, sampler, session, session_file, status, tokenizer, version,
+    cache, call, chat, device, engine, generate, log, metrics, model, plan, sampler, session, session_file, status,
+    tokenizer, version,
 };
 
 macro_rules! functions {
@@ -26,6 +27,7 @@ pub(crate) const FUNCTIONS: &[Function] = functions! {
     session: dsv4_session_options_init_sized dsv4_session_new dsv4_session_free dsv4_session_feed dsv4_session_feed_all
         dsv4_session_logits dsv4_session_tokens dsv4_session_get_info dsv4_session_clear dsv4_session_fork
         dsv4_session_truncate dsv4_session_keep_common dsv4_session_cancel;
+    call: dsv4_call_options_init_sized dsv4_session_set_call_options dsv4_engine_step;
     session_file: dsv4_session_save dsv4_session_restore dsv4_session_file_get_info dsv4_session_file_verify;
     sampler: dsv4_sampler_options_init_sized dsv4_sampler_new dsv4_sampler_free dsv4_sampler_sample dsv4_sampler_accept
         dsv4_sampler_reset;
@@ -35,6 +37,7 @@ pub(crate) const FUNCTIONS: &[Function] = functions! {
         dsv4_chat_parser_new dsv4_chat_parser_free dsv4_chat_parser_push_token dsv4_chat_parser_push_text
         dsv4_chat_parser_finish dsv4_chat_parser_next dsv4_chat_parser_message;
     cache: dsv4_session_get_cache_info dsv4_engine_get_cache_stats dsv4_engine_flush_cache;
+    metrics: dsv4_engine_get_metrics dsv4_engine_metrics_text dsv4_session_get_metrics;
     plan: dsv4_model_get_plan;
 };
 

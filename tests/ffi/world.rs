@@ -12,8 +12,8 @@ use tempfile::TempDir;
 use super::functions::address;
 use super::signatures::{Parameter, Signature};
 
-/// Elements of every buffer; more than three rows of logits of the small model.
-const CAPACITY: usize = 16_384;
+/// Elements of every buffer; more than three rows of logits of the small model, and than the text of the metrics.
+const CAPACITY: usize = 65_536;
 /// Size of every struct: a newer caller's, with a tail that this library does not know.
 const STRUCT_SIZE: usize = 512;
 /// What outputs hold before a call.
@@ -269,7 +269,8 @@ fn free(kind: &str, object: usize) {
 
 /// Whether a type is an opaque object, by the header's names.
 pub(crate) fn is_object(base: &str) -> bool {
-    let ends = ["_options", "_info", "_stats", "_error", "_piece", "_event", "_plan", "_callback", "_status"];
+    let ends =
+        ["_options", "_info", "_stats", "_metrics", "_error", "_piece", "_event", "_plan", "_callback", "_status"];
     base.starts_with("dsv4_") && !base.ends_with('*') && !ends.iter().any(|end| base.ends_with(end))
 }
 

@@ -132,6 +132,7 @@ impl CacheArgs {
             prefetch: self.prefetch,
             prefetch_depth: self.prefetch_depth as usize,
             timeout: Duration::from_millis(self.tier_timeout.into()),
+            ..TierOptions::default()
         }
     }
 }
@@ -194,6 +195,7 @@ impl EngineArgs {
             prefix_salt: self.cache.salt.clone(),
             tiers: self.cache.tiers(),
             poison_cache: self.cache.poison,
+            ..EngineOptions::default()
         }
     }
 

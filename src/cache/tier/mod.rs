@@ -14,6 +14,7 @@ mod disk;
 mod host;
 mod info;
 mod io;
+mod park;
 mod promote;
 
 use std::path::PathBuf;
@@ -31,6 +32,7 @@ use crate::alloc;
 use crate::error::Result;
 
 pub use info::TierFileInfo;
+pub use park::{Parked, ParkingLot};
 
 use disk::Disk;
 use io::Shared;
@@ -67,6 +69,9 @@ pub struct TierOptions {
     pub prefetch_depth: usize,
     /// How long a prompt waits for the tiers in all, before it computes what is missing.
     pub timeout: Duration,
+    /// Most bytes of host memory for sessions that give their pages up for others, beyond the limits above; 0 is no
+    /// preemption. A session that finds no room there is computed again from its tokens.
+    pub session_bytes: u64,
 }
 
 impl Default for TierOptions {
@@ -80,6 +85,7 @@ impl Default for TierOptions {
             prefetch: Prefetch::Next,
             prefetch_depth: 4,
             timeout: Duration::from_secs(2),
+            session_bytes: 0,
         }
     }
 }

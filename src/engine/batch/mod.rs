@@ -8,11 +8,13 @@
 //! calls gets a step of its own, whose panic or error then is its owner's. Work moves to the leader and comes back with
 //! the result, so nothing is shared while it is worked on.
 //!
+//! A call for which there is no room stays in the queue, and takes part in a step again when there may be: when as much is
+//! free as it lacked, or when nobody else has anything to do.
+//!
 //! It knows neither models nor caches; [`compose`] decides what goes into a step, [`pace`] learns from its time.
 #![forbid(unsafe_code)]
 
 mod compose;
-mod home;
 mod pace;
 #[cfg(test)]
 mod tests;
@@ -29,17 +31,39 @@ use compose::compose;
 use pace::Pace;
 
 pub(crate) use compose::{Demand, Limits};
-pub(crate) use home::Home;
 
-/// How often a thread that does not lead looks whether its call was stopped.
+/// How often a thread that does not lead looks whether its call was stopped, and a leader whether there is room.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// Called before each layer; its error ends the step.
 pub(crate) type Between<'a> = dyn FnMut(usize) -> Result<()> + Send + 'a;
 
-/// Runs one step of jobs and how many of their tokens it takes: a result for each, or one error for all, which then are as
-/// before.
-pub(crate) type Run<'a, J, R> = dyn Fn(&mut [(J, usize)], &mut Between<'_>) -> Result<Vec<Result<R>>> + 'a;
+/// What the leader does with jobs.
+pub(crate) trait Runner<J, R> {
+    /// Runs one step of jobs and how many of their tokens it takes: a reply for each, or one error for all, which then are
+    /// as before.
+    fn run(&self, jobs: &mut [(J, usize)], between: &mut Between<'_>) -> Result<Vec<Reply<R>>>;
+
+    /// How much room there is for jobs that wait for some.
+    fn room(&self) -> u64 {
+        0
+    }
+
+    /// What the next step may have of `limits`.
+    fn squeeze(&self, limits: Limits) -> Limits {
+        limits
+    }
+}
+
+/// What a step answers a job.
+pub(crate) enum Reply<R> {
+    /// It was served, or failed by itself.
+    Done(Result<R>),
+    /// It is answered, but took no part in the step.
+    Aside(R),
+    /// There is no room for it: at least so much must become free. The job is as before.
+    Later(u64),
+}
 
 /// What became of a job: its result, or what a panic left.
 pub(crate) type Outcome<R> = Result<Result<R>, Box<dyn Any + Send>>;
@@ -81,6 +105,8 @@ struct State<J, R> {
 struct Waiting<J, R> {
     call: Call<J>,
     seat: Arc<Seat<J, R>>,
+    /// The room it waits for.
+    needs: Option<u64>,
 }
 
 /// Where one thread waits.
@@ -138,16 +164,16 @@ impl<J, R> Batcher<J, R> {
 
     /// Has the call's job done in a step, by this thread or another, and returns it with its result: `Cancelled` if the call
     /// was stopped before, an error or a panic of `run` that concerns this job alone.
-    pub(crate) fn call(&self, call: Call<J>, run: &Run<'_, J, R>) -> (J, Outcome<R>) {
+    pub(crate) fn call(&self, call: Call<J>, work: &dyn Runner<J, R>) -> (J, Outcome<R>) {
         let seat = Arc::new(Seat { news: Mutex::new(News::None), changed: Condvar::new() });
         let (stop, may_lead) = (call.stop.clone(), call.leads);
         if self.enter(call, &seat) {
-            self.lead(Some(&seat), run);
+            self.lead(Some(&seat), work);
         }
         loop {
             match seat.wait((!may_lead).then_some(LOOK)) {
                 News::Done(job, outcome) => return (job, outcome),
-                News::Lead => self.lead(Some(&seat), run),
+                News::Lead => self.lead(Some(&seat), work),
                 News::None => {
                     if stop.is_asked() {
                         self.withdraw(&seat);
@@ -159,7 +185,7 @@ impl<J, R> Batcher<J, R> {
 
     /// Runs one step of what waits, if anything does and nobody leads: for a thread that works for others. Returns whether
     /// there was something to do.
-    pub(crate) fn step(&self, run: &Run<'_, J, R>) -> bool {
+    pub(crate) fn step(&self, work: &dyn Runner<J, R>) -> bool {
         {
             let mut state = self.state();
             if state.is_led || state.waiting.is_empty() {
@@ -167,7 +193,7 @@ impl<J, R> Batcher<J, R> {
             }
             state.is_led = true;
         }
-        self.lead(None, run);
+        self.lead(None, work);
         true
     }
 
@@ -177,7 +203,7 @@ impl<J, R> Batcher<J, R> {
         state.away.retain(|&member| member != call.member);
         let leads = call.leads && !state.is_led;
         state.is_led |= leads;
-        state.waiting.push(Waiting { call, seat: Arc::clone(seat) });
+        state.waiting.push(Waiting { call, seat: Arc::clone(seat), needs: None });
         if state.away.is_empty() {
             self.complete.notify_one();
         }
@@ -185,10 +211,10 @@ impl<J, R> Batcher<J, R> {
     }
 
     /// Leads until the call of `own` is served, or for one step; then hands over.
-    fn lead(&self, own: Option<&Arc<Seat<J, R>>>, run: &Run<'_, J, R>) {
+    fn lead(&self, own: Option<&Arc<Seat<J, R>>>, work: &dyn Runner<J, R>) {
         loop {
-            if let Some(step) = self.form() {
-                self.run(step, run);
+            if let Some(step) = self.form(work) {
+                self.run(step, work);
             }
             let mut state = self.state();
             let is_own = |w: &Waiting<J, R>| own.is_some_and(|own| Arc::ptr_eq(own, &w.seat));
@@ -204,7 +230,7 @@ impl<J, R> Batcher<J, R> {
     }
 
     /// Waits a little for those who are expected, turns away those who were stopped, and forms a step of the others.
-    fn form(&self) -> Option<Step<J, R>> {
+    fn form(&self, work: &dyn Runner<J, R>) -> Option<Step<J, R>> {
         let mut state = self.state();
         let until = Instant::now() + state.pace.patience();
         while !state.away.is_empty() {
@@ -215,22 +241,39 @@ impl<J, R> Batcher<J, R> {
             state = self.complete.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         state.away.clear();
+        let is_held_up = |state: &State<J, R>| state.waiting.iter().all(|w| w.needs.is_some());
+        if !state.waiting.is_empty() && is_held_up(&state) {
+            state = self.complete.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+        }
         for i in (0..state.waiting.len()).rev() {
             if state.waiting[i].call.stop.is_asked() {
-                let Waiting { call, seat } = state.waiting.remove(i);
+                let Waiting { call, seat, .. } = state.waiting.remove(i);
                 seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop)))));
             }
         }
 
-        let demands: Vec<Demand> = state.waiting.iter().map(|w| w.call.demand).collect();
-        let limits = Limits { prefill: state.pace.prefill(), ..self.limits };
+        let room = match state.waiting.iter().any(|w| w.needs.is_some()) {
+            true if is_held_up(&state) => u64::MAX,
+            true => work.room(),
+            false => 0,
+        };
+        let waiting = std::mem::take(&mut state.waiting);
+        let (fit, held_up) = waiting.into_iter().partition(|w| w.needs.is_none_or(|needs| needs <= room));
+        state.waiting = held_up;
+        self.compose(&mut state, fit, work)
+    }
+
+    /// Forms a step of `fit`; those that have no part in it stay in the queue.
+    fn compose(&self, state: &mut State<J, R>, fit: Vec<Waiting<J, R>>, work: &dyn Runner<J, R>) -> Option<Step<J, R>> {
+        let demands: Vec<Demand> = fit.iter().map(|w| w.call.demand).collect();
+        let limits = work.squeeze(Limits { prefill: state.pace.prefill(), ..self.limits });
         let mut tokens = vec![0; demands.len()];
         compose(&demands, limits).iter().for_each(|share| tokens[share.index] = share.tokens);
         let mut step = Step { calls: Vec::new(), jobs: Vec::new() };
-        let mut waiting: Vec<_> = std::mem::take(&mut state.waiting).into_iter().zip(tokens).collect();
+        let mut fit: Vec<_> = fit.into_iter().zip(tokens).collect();
         // those with few tokens side by side: a device takes neighbours of a kind together
-        waiting.sort_by_key(|&(_, tokens)| tokens);
-        for (mut waiting, tokens) in waiting {
+        fit.sort_by_key(|&(_, tokens)| tokens);
+        for (mut waiting, tokens) in fit {
             if tokens == 0 {
                 waiting.call.demand.passed += 1;
                 state.waiting.push(waiting);
@@ -244,7 +287,7 @@ impl<J, R> Batcher<J, R> {
     }
 
     /// Runs the step and deals out what became of it.
-    fn run(&self, step: Step<J, R>, run: &Run<'_, J, R>) {
+    fn run(&self, step: Step<J, R>, work: &dyn Runner<J, R>) {
         let Step { calls, mut jobs } = step;
         let stops: Vec<Stop> = calls.iter().map(|served| served.call.stop.clone()).collect();
         let mut between = |_: usize| match stops.iter().all(Stop::is_asked) {
@@ -252,13 +295,21 @@ impl<J, R> Batcher<J, R> {
             false => Ok(()),
         };
         let start = Instant::now();
-        let outcome = catch_unwind(AssertUnwindSafe(|| run(&mut jobs, &mut between)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| work.run(&mut jobs, &mut between)));
         let took = start.elapsed();
 
         let mut state = self.state();
-        let decoded = calls.iter().any(|served| served.call.demand.decodes);
-        let prompts = calls.iter().zip(&jobs).filter(|(served, _)| !served.call.demand.decodes);
-        state.pace.observe(decoded, prompts.map(|(_, job)| job.1).sum(), took);
+        if let Ok(Ok(replies)) = &outcome {
+            let served = |i: usize| matches!(replies.get(i), Some(Reply::Done(Ok(_))));
+            let tokens = |decodes: bool| {
+                let of_kind =
+                    calls.iter().zip(&jobs).enumerate().filter(move |(_, (s, _))| s.call.demand.decodes == decodes);
+                of_kind.filter(|(i, _)| served(*i)).map(|(_, (_, job))| job.1).sum::<usize>()
+            };
+            if tokens(true) + tokens(false) > 0 {
+                state.pace.observe(tokens(true) > 0, tokens(false), took);
+            }
+        }
 
         let several = jobs.len() > 1;
         let mut results = match outcome {
@@ -268,11 +319,21 @@ impl<J, R> Batcher<J, R> {
         };
         for (Served { mut call, seat }, (job, _)) in calls.into_iter().zip(jobs) {
             let outcome = match &mut results {
-                Ok(results) => Ok(results.next().unwrap_or_else(|| Err(missing()))),
+                Ok(results) => match results.next() {
+                    Some(Reply::Done(result)) => Ok(result),
+                    Some(Reply::Aside(answer)) => Ok(Ok(answer)),
+                    Some(Reply::Later(needs)) => {
+                        // it had its turn, so that those who were passed over come first
+                        call.demand.passed = 0;
+                        state.waiting.push(Waiting { call: call.with(job), seat, needs: Some(needs) });
+                        continue;
+                    }
+                    None => Ok(Err(missing())),
+                },
                 Err(Ok(error)) if error.kind() == ErrorKind::Cancelled => Ok(Err(stopped(&call.stop))),
                 Err(_) if several => {
                     call.demand.apart = true;
-                    state.waiting.push(Waiting { call: call.with(job), seat });
+                    state.waiting.push(Waiting { call: call.with(job), seat, needs: None });
                     continue;
                 }
                 Err(Ok(error)) => Ok(Err(error.clone())),

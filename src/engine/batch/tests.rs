@@ -20,6 +20,16 @@ fn token(job: usize) -> Call<usize> {
     call(job, 1, true, job as u64)
 }
 
+/// A closure that never lets anybody wait for room.
+impl<J, R, F> Runner<J, R> for F
+where
+    F: Fn(&mut [(J, usize)], &mut Between<'_>) -> Result<Vec<Result<R>>>,
+{
+    fn run(&self, jobs: &mut [(J, usize)], between: &mut Between<'_>) -> Result<Vec<Reply<R>>> {
+        Ok(self(jobs, between)?.into_iter().map(Reply::Done).collect())
+    }
+}
+
 /// Ten times the job's number, where nothing goes wrong.
 fn tenfold(jobs: &mut [(usize, usize)], _: &mut Between<'_>) -> Result<Vec<Result<usize>>> {
     Ok(jobs.iter().map(|(job, _)| Ok(10 * job)).collect())
@@ -40,10 +50,11 @@ fn until_waiting(batcher: &Numbers, count: usize) {
 fn a_call_alone_is_served_by_its_own_thread() {
     let batcher = Numbers::new(16, 16);
     let own = thread::current().id();
-    let (job, outcome) = batcher.call(token(7), &|jobs, between| {
+    let run = |jobs: &mut [(usize, usize)], between: &mut Between<'_>| {
         assert_eq!(thread::current().id(), own);
         tenfold(jobs, between)
-    });
+    };
+    let (job, outcome) = batcher.call(token(7), &run);
     assert_eq!((job, value(outcome).unwrap()), (7, 70));
     assert!(!batcher.state().is_led);
 }
@@ -257,6 +268,65 @@ fn a_leader_waits_for_those_of_the_last_step_who_are_expected_back() {
     let steps = steps.into_inner();
     // two groups that take turns would need twice as many
     assert!(steps <= ROUNDS + ROUNDS / 2, "{steps} steps for {ROUNDS} rounds");
+}
+
+/// Room for so many jobs at a time; a job holds its own until it is [freed](Self::free).
+struct Rooms {
+    free: AtomicUsize,
+    tries: AtomicUsize,
+    served: Mutex<Vec<usize>>,
+}
+
+impl Rooms {
+    fn new(free: usize) -> Self {
+        Self { free: AtomicUsize::new(free), tries: AtomicUsize::new(0), served: Mutex::default() }
+    }
+}
+
+impl Runner<usize, usize> for Rooms {
+    fn run(&self, jobs: &mut [(usize, usize)], _: &mut Between<'_>) -> Result<Vec<Reply<usize>>> {
+        self.tries.fetch_add(1, Ordering::Relaxed);
+        let take = |free: usize| free.checked_sub(1);
+        let reply = |job: usize| match self.free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
+            Ok(_) => {
+                self.served.lock().unwrap().push(job);
+                Reply::Done(Ok(10 * job))
+            }
+            Err(_) => Reply::Later(1),
+        };
+        Ok(jobs.iter().map(|(job, _)| reply(*job)).collect())
+    }
+
+    fn room(&self) -> u64 {
+        self.free.load(Ordering::Relaxed) as u64
+    }
+}
+
+#[test]
+fn a_call_without_room_stays_in_the_queue_until_there_is_some() {
+    let (batcher, rooms) = (Numbers::new(64, 64), Rooms::new(0));
+    thread::scope(|scope| {
+        let (batcher, rooms) = (&batcher, &rooms);
+        let first = scope.spawn(move || batcher.call(token(1), rooms).1);
+        while rooms.tries.load(Ordering::Relaxed) == 0 {
+            thread::yield_now();
+        }
+        let second = scope.spawn(move || batcher.call(token(2), rooms).1);
+        let stop = Stop::default();
+        let third = {
+            let stop = stop.clone();
+            scope.spawn(move || batcher.call(Call { stop, ..token(3) }, rooms).1)
+        };
+        while rooms.tries.load(Ordering::Relaxed) < 5 {
+            thread::yield_now();
+        }
+        assert!(rooms.served.lock().unwrap().is_empty());
+        stop.cancel.cancel();
+        assert_eq!(value(third.join().unwrap()).unwrap_err().kind(), ErrorKind::Cancelled, "a cancel ends the wait");
+        rooms.free.store(2, Ordering::Relaxed);
+        assert_eq!((value(first.join().unwrap()), value(second.join().unwrap())), (Ok(10), Ok(20)));
+    });
+    assert!(!batcher.state().is_led && batcher.state().waiting.is_empty());
 }
 
 /// Random crowds of threads: calls of many sizes and priorities, stops, panics and errors. Every call ends, each with what

@@ -270,7 +270,7 @@ pub fn batch(engine: &Arc<Engine>, prompts: &[&[u32]]) -> Result<Vec<Vec<f32>>> 
             let staged = cache.stage(tokens.len())?;
             segments.push(Segment { cache, staged, tokens, logits: LogitRows::Last });
         }
-        let logits = engine.run(&mut segments, &[], &mut |_| Ok(()))?.logits;
+        let logits = engine.forward(&mut segments, &[], &mut |_| Ok(()))?.logits;
         let staged: Vec<_> = segments.into_iter().map(|s| s.staged).collect();
         caches.iter_mut().zip(staged).for_each(|(cache, staged)| cache.commit(staged));
         Ok::<_, crate::error::Error>(logits)
@@ -292,7 +292,7 @@ pub fn beside(engine: &Arc<Engine>, texts: &[&[u32]], prompt: &[u32]) -> Result<
         if !tokens.is_empty() {
             let staged = cache.stage(tokens.len())?;
             let mut segments = [Segment { cache: &cache, staged, tokens, logits: LogitRows::None }];
-            engine.run(&mut segments, &[], &mut |_| Ok(()))?;
+            engine.forward(&mut segments, &[], &mut |_| Ok(()))?;
             let [Segment { staged, .. }] = segments;
             cache.commit(staged);
         }
@@ -307,7 +307,7 @@ pub fn beside(engine: &Arc<Engine>, texts: &[&[u32]], prompt: &[u32]) -> Result<
         let staged = cache.stage(tokens.len())?;
         segments.push(Segment { cache, staged, tokens, logits: LogitRows::Last });
     }
-    let logits = engine.run(&mut segments, &[], &mut |_| Ok(()))?.logits;
+    let logits = engine.forward(&mut segments, &[], &mut |_| Ok(()))?.logits;
     let mut rows: Vec<Vec<f32>> =
         logits.chunks_exact(engine.model().config().vocab_size).map(<[f32]>::to_vec).collect();
     if !prompt.is_empty() {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::{Engine, Home, Stop, Work};
+use super::super::{Engine, Pin, Plan, Request, Slot, Stop, Work};
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment};
@@ -10,7 +10,9 @@ use crate::model::deepseek_v4::{LogitRows, Segment};
 /// Steps behind a long context.
 pub struct Timing {
     engine: Arc<Engine>,
-    cache: Home<SequenceCache>,
+    slot: Arc<Slot>,
+    /// It is never idle.
+    _pin: Pin,
 }
 
 impl Timing {
@@ -19,38 +21,46 @@ impl Timing {
         if !context.is_multiple_of(BLOCK_TOKENS) || ids.len() != BLOCK_TOKENS {
             bail!(InvalidArgument, "{context} tokens of context and {} ids; multiples of {BLOCK_TOKENS}", ids.len());
         }
-        let mut timing = Self { engine: Arc::clone(engine), cache: engine.home(engine.new_cache(0)?) };
+        let mut timing = Self::over(engine, engine.new_cache(0)?);
         if context > 0 {
             for ids in ids.chunks(engine.options().prefill_chunk) {
                 timing.step(ids)?;
             }
-            timing.cache.repeat_last_block(context / BLOCK_TOKENS - 1)?;
+            timing.slot.sequence().repeat_last_block(context / BLOCK_TOKENS - 1)?;
         }
         Ok(timing)
     }
 
     /// Appends copies of the last block of 256 tokens, which is full, in pages of their own.
     pub fn repeat(&mut self, times: usize) -> Result<()> {
-        self.cache.repeat_last_block(times)
+        self.slot.sequence().repeat_last_block(times)
     }
 
     /// Another one at the same place; what either computes from here on is its own.
     pub fn fork(&self) -> Result<Self> {
-        Ok(Self { engine: Arc::clone(&self.engine), cache: self.engine.home(self.cache.fork()?) })
+        let fork = self.slot.sequence().fork()?;
+        Ok(Self::over(&self.engine, fork))
+    }
+
+    fn over(engine: &Arc<Engine>, cache: SequenceCache) -> Self {
+        let slot = engine.slot(cache);
+        Self { engine: Arc::clone(engine), _pin: slot.pin(), slot }
     }
 
     /// Tokens so far.
     pub fn position(&self) -> usize {
-        self.cache.len()
+        self.slot.sequence().len()
     }
 
     /// Takes `ids` through the model and keeps them: the logits behind the last.
     pub fn step(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
-        let terms = self.engine.begin(ids.len(), Stop::default(), 0, true);
+        let plan = Plan { end: self.position() + ids.len(), is_checked: false };
+        let (stop, tokens) = (Stop::default(), ids.len());
+        let terms = self.engine.begin(Request { tokens, stop, priority: 0, leads: true, waits: false, plan });
         let mut rest = ids;
         loop {
-            let work = Work { tokens: rest, logits: LogitRows::Last, draw: None };
-            let done = self.engine.step(&mut self.cache, work, &terms)?;
+            let work = Work { tokens: rest, logits: LogitRows::Last, draw: None, ends: true };
+            let done = self.engine.step(&self.slot, work, &terms)?;
             rest = &rest[done.tokens..];
             if rest.is_empty() {
                 return Ok(done.logits);
@@ -69,8 +79,9 @@ impl Timing {
 
     /// Microseconds of each layer, and of the head, in a step of `ids`, which are not kept.
     pub fn layers(&mut self, ids: &[u32]) -> Result<Vec<f64>> {
-        let staged = self.cache.stage(ids.len())?;
-        let mut segments = [Segment { cache: &self.cache, staged, tokens: ids, logits: LogitRows::Last }];
+        let mut sequence = self.slot.sequence();
+        let staged = sequence.stage(ids.len())?;
+        let mut segments = [Segment { cache: &sequence, staged, tokens: ids, logits: LogitRows::Last }];
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.engine.gpu() {
             return gpu.layer_times(&mut segments);

@@ -99,8 +99,10 @@ impl Session {
 
     /// As [`Session::save`], with options.
     pub fn save_with(&self, path: impl AsRef<Path>, options: SaveOptions) -> Result<Saved> {
+        let _pin = self.ready()?;
         let (identity, logits) = (self.engine.identity(), self.logits.get(&self.engine)?);
-        image::Image { identity: &identity, tokens: &self.tokens, cache: &self.cache, logits }
+        let sequence = self.cache.sequence();
+        image::Image { identity: &identity, tokens: &self.tokens, cache: &sequence, logits }
             .save(path.as_ref(), options.complete)
     }
 
@@ -122,16 +124,17 @@ impl Session {
         if total > context {
             bail!(ContextFull, "{}: holds {total} tokens; the context is {context}", path.display());
         }
-        let mut loaded = file.load(engine.cache(), options.rollback)?;
+        let mut loaded = engine.find_room(|| file.load(engine.cache(), options.rollback))?;
         let position = loaded.cache.len();
         let pending = alloc::copied("session tokens", &loaded.tokens[position..])?;
         loaded.tokens.truncate(position);
-        let mut session = Self::over(engine, context, loaded.cache, options.rollback);
+        let mut session = Self::over(engine, context, engine.slot(loaded.cache), options.rollback);
+        let _pin = session.cache.pin();
         session.tokens = loaded.tokens;
         session.reused = position as u64;
         session.logits = loaded.logits.into();
         session.set_mark();
-        session.publish(position, position)?;
+        session.publish(position, position, false)?;
         // no tokens is no work
         session.feed(&pending)?;
         Ok(session)

@@ -1,0 +1,202 @@
+//! The C API from several threads, and after `fork()`.
+#![cfg(unix)]
+
+use std::ffi::{CStr, CString, c_void};
+use std::path::Path;
+use std::ptr::{null, null_mut};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dsv4::ffi::cache::*;
+use dsv4::ffi::call::*;
+use dsv4::ffi::engine::*;
+use dsv4::ffi::metrics::*;
+use dsv4::ffi::model::*;
+use dsv4::ffi::session::*;
+use dsv4::ffi::status::*;
+
+const OK: dsv4_status = dsv4_status::Ok;
+
+/// Pointers for several threads.
+#[derive(Clone, Copy)]
+struct Handles {
+    model: *mut dsv4_model,
+    engine: *mut dsv4_engine,
+    session: *mut dsv4_session,
+}
+
+// SAFETY: the API says which calls may come from several threads; that is what is tested.
+unsafe impl Send for Handles {}
+// SAFETY: as above.
+unsafe impl Sync for Handles {}
+
+impl Handles {
+    fn new() -> Self {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4");
+        let path = CString::new(path.to_str().expect("a UTF-8 path")).expect("no NUL");
+        let (mut model, mut engine) = (null_mut(), null_mut());
+        // SAFETY: valid arguments, here and in all calls below.
+        assert_eq!(unsafe { dsv4_model_open(path.as_ptr(), null(), &raw mut model, null_mut()) }, OK);
+        // SAFETY: as above.
+        assert_eq!(unsafe { dsv4_engine_new(model, null(), &raw mut engine, null_mut()) }, OK);
+        Self { model, engine, session: new_session(engine) }
+    }
+
+    fn free(self) {
+        // SAFETY: not used any more.
+        unsafe { dsv4_session_free(self.session) };
+        // SAFETY: not used any more.
+        unsafe { dsv4_engine_free(self.engine) };
+        // SAFETY: not used any more.
+        unsafe { dsv4_model_free(self.model) };
+    }
+}
+
+fn new_session(engine: *const dsv4_engine) -> *mut dsv4_session {
+    let mut session = null_mut();
+    // SAFETY: as above.
+    assert_eq!(unsafe { dsv4_session_new(engine, null(), &raw mut session, null_mut()) }, OK);
+    session
+}
+
+fn feed(
+    session: *mut dsv4_session,
+    tokens: &[u32],
+    progress: dsv4_progress_callback,
+    userdata: *mut c_void,
+) -> dsv4_status {
+    // SAFETY: as above.
+    unsafe { dsv4_session_feed(session, tokens.as_ptr(), tokens.len(), progress, userdata, null_mut()) }
+}
+
+unsafe extern "C" fn meet_twice(barrier: *mut c_void, _: usize, _: usize) -> i32 {
+    // SAFETY: the barrier of the test below, which outlives the call.
+    let barrier = unsafe { &*barrier.cast::<Barrier>() };
+    barrier.wait();
+    barrier.wait();
+    0
+}
+
+/// Pitfall 74.
+#[test]
+fn a_second_thread_on_a_session_is_told_busy_and_nothing_else_happens() {
+    let handles = Handles::new();
+    let barrier = Barrier::new(2);
+    thread::scope(|scope| {
+        let (handles, barrier) = (&handles, &barrier);
+        scope.spawn(move || {
+            let userdata = (&raw const *barrier).cast_mut().cast();
+            assert_eq!(feed(handles.session, &[5; 20], Some(meet_twice), userdata), OK);
+        });
+        barrier.wait();
+        assert_eq!(feed(handles.session, &[6; 20], None, null_mut()), dsv4_status::Busy);
+        // SAFETY: as above.
+        assert_eq!(unsafe { dsv4_session_clear(handles.session, null_mut()) }, dsv4_status::Busy);
+        // SAFETY: as above.
+        let options = unsafe { dsv4_session_set_call_options(handles.session, null(), null_mut()) };
+        assert_eq!(options, dsv4_status::Busy);
+        // another session of the engine is none of their business
+        let other = new_session(handles.engine);
+        assert_eq!(feed(other, &[7; 20], None, null_mut()), OK);
+        // SAFETY: not used any more.
+        unsafe { dsv4_session_free(other) };
+        barrier.wait();
+    });
+    let (mut tokens, mut n) = (null(), 0);
+    // SAFETY: as above.
+    assert_eq!(unsafe { dsv4_session_tokens(handles.session, &raw mut tokens, &raw mut n, null_mut()) }, OK);
+    // SAFETY: the library says so.
+    assert_eq!(unsafe { std::slice::from_raw_parts(tokens, n) }, [5; 20]);
+    handles.free();
+}
+
+/// What the child of a fork does with everything it inherited; 0 if each call said so at once.
+fn child(handles: Handles) -> i32 {
+    let mut err = dsv4_error { size: 0, code: OK, message: [0; DSV4_ERROR_MESSAGE_SIZE] };
+    let inherited = dsv4_status::Unavailable;
+    // SAFETY: as above.
+    if unsafe { dsv4_session_feed(handles.session, [5].as_ptr(), 1, None, null_mut(), &raw mut err) } != inherited {
+        return 1;
+    }
+    // SAFETY: the library ends every message with a NUL.
+    let message = unsafe { CStr::from_ptr(err.message.as_ptr()) };
+    if !message.to_string_lossy().contains("fork") {
+        return 2;
+    }
+    let (mut other, mut worked) = (null_mut(), 0);
+    // SAFETY: as above.
+    let fork = unsafe { dsv4_session_fork(handles.session, &raw mut other, null_mut()) };
+    // SAFETY: as above.
+    let new = unsafe { dsv4_session_new(handles.engine, null(), &raw mut other, null_mut()) };
+    // SAFETY: as above.
+    let clear = unsafe { dsv4_session_clear(handles.session, null_mut()) };
+    // SAFETY: as above.
+    let step = unsafe { dsv4_engine_step(handles.engine, &raw mut worked, null_mut()) };
+    // SAFETY: as above.
+    let flush = unsafe { dsv4_engine_flush_cache(handles.engine, null_mut()) };
+    // SAFETY: a struct of numbers.
+    let mut metrics: dsv4_engine_metrics = unsafe { std::mem::zeroed() };
+    metrics.size = size_of::<dsv4_engine_metrics>();
+    // SAFETY: as above.
+    let figures = unsafe { dsv4_engine_get_metrics(handles.engine, &raw mut metrics, null_mut()) };
+    if [fork, new, clear, step, flush, figures] != [inherited; 6] {
+        return 3;
+    }
+    handles.free();
+    0
+}
+
+#[test]
+fn after_a_fork_the_parent_goes_on_and_the_child_gets_a_status_and_never_hangs() {
+    let handles = Handles::new();
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let (shared, done) = (&handles, &done);
+        // a thread in the middle of everything while the process forks
+        let worker = scope.spawn(move || {
+            let session = new_session(shared.engine);
+            while !done.load(Ordering::Relaxed) {
+                assert_eq!(feed(session, &[9; 40], None, null_mut()), OK);
+                // SAFETY: as above.
+                assert_eq!(unsafe { dsv4_session_clear(session, null_mut()) }, OK);
+            }
+            // SAFETY: not used any more.
+            unsafe { dsv4_session_free(session) };
+        });
+        for round in 0..10 {
+            thread::sleep(Duration::from_millis(3 + 2 * round));
+            // SAFETY: the child calls nothing but the library and `_exit`.
+            let pid = unsafe { libc::fork() };
+            assert!(pid >= 0, "fork");
+            if pid == 0 {
+                let code = child(*shared);
+                // SAFETY: ends the child without running anything of the parent's.
+                unsafe { libc::_exit(code) };
+            }
+            assert_eq!(wait(pid), Some(0), "round {round}");
+        }
+        done.store(true, Ordering::Relaxed);
+        worker.join().expect("the parent's thread went on");
+    });
+    assert_eq!(feed(handles.session, &[5; 30], None, null_mut()), OK);
+    handles.free();
+}
+
+/// How process `pid` exits; `None` if it does not, or not by itself, and then it is ended.
+fn wait(pid: libc::pid_t) -> Option<i32> {
+    let (start, mut status) = (Instant::now(), 0);
+    while start.elapsed() < Duration::from_secs(20) {
+        // SAFETY: a child of ours and a local.
+        if unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) } == pid {
+            return libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status));
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    // SAFETY: a child of ours.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    // SAFETY: as above.
+    unsafe { libc::waitpid(pid, &raw mut status, 0) };
+    None
+}
