@@ -8,6 +8,7 @@
 //! passing over a leaf in use costs that once.
 #![forbid(unsafe_code)]
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -124,6 +125,9 @@ pub(super) struct PrefixIndex {
     checkpoints: BTreeMap<u64, PrefixKey>,
     /// Bytes of the checkpoints' logits.
     logit_bytes: u64,
+    /// Children of prefixes that are not in the index: the empty one, and blocks whose sequence lost their pages and went on
+    /// elsewhere, so that they went before what it added behind them.
+    orphans: HashMap<PrefixKey, u32>,
     /// Checkpoints that single sessions come back to, by the time they were made. They count in no other figure.
     marks: BTreeMap<u64, Checkpoint>,
     clock: u64,
@@ -192,12 +196,17 @@ impl PrefixIndex {
         }
         let tokens = alloc::copied("prefix tokens", tokens)?;
         let tick = self.next_tick();
-        let node = Node { parent, tokens, block: Arc::clone(block), checkpoint: None, children: 0, tick };
+        let children = self.orphans.remove(&key).unwrap_or(0);
+        let node = Node { parent, tokens, block: Arc::clone(block), checkpoint: None, children, tick };
         self.nodes.insert(key, node);
-        self.leaves.insert(tick, key);
+        if children == 0 {
+            self.leaves.insert(tick, key);
+        }
         if let Some(parent) = self.nodes.get_mut(&parent) {
             parent.children += 1;
             self.leaves.remove(&parent.tick);
+        } else {
+            *self.orphans.entry(parent).or_insert(0) += 1;
         }
         Ok(None)
     }
@@ -270,6 +279,11 @@ impl PrefixIndex {
             node.children -= 1;
             if node.children == 0 {
                 self.leaves.insert(node.tick, parent);
+            }
+        } else if let Entry::Occupied(mut orphans) = self.orphans.entry(parent) {
+            *orphans.get_mut() -= 1;
+            if *orphans.get() == 0 {
+                orphans.remove();
             }
         }
         Some(Evicted { parent, key, tokens, block: Some(block), checkpoint })

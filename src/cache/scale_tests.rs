@@ -153,3 +153,27 @@ fn positions_beyond_32_bits_are_positions_like_any_other() {
     let bytes = manager.layout().bytes(start + BLOCK_TOKENS);
     assert_eq!(bytes.pages, ((start / BLOCK_TOKENS) as u64 + 1) * 2 * (64 + 64 + 2));
 }
+
+#[test]
+fn a_block_that_outlived_the_one_before_it_is_known_to_that_when_it_comes_back() {
+    let manager = manager(small_rows());
+    let path = |block| tokens(9, block);
+    let mut cache = SequenceCache::new(&manager, 0).unwrap();
+    let staged = cache.stage(4 * BLOCK_TOKENS).unwrap();
+    cache.commit(staged);
+    let blocks = cache.full_blocks().to_vec();
+    drop(cache);
+    let key = |n: u32| (0..n).fold(manager.root(), |key, block| key.extend(&path(block)));
+    // the second and fourth without those before them, then these
+    for block in [1, 3, 0, 2] {
+        assert!(manager.publish(key(block), &path(block), &blocks[block as usize]).unwrap().is_none());
+    }
+    drop(blocks);
+    let is_there = |block: u32| manager.block(key(block + 1), &path(block)).is_some();
+    for last in (0..4).rev() {
+        assert!((0..=last).all(is_there), "block {last} went after one behind it");
+        assert!(manager.evict());
+        assert!(!is_there(last));
+    }
+    assert!(!manager.evict(), "nothing is left");
+}
