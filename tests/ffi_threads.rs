@@ -112,6 +112,75 @@ fn a_second_thread_on_a_session_is_told_busy_and_nothing_else_happens() {
     handles.free();
 }
 
+unsafe extern "C" fn step_within(engine: *mut c_void, _: usize, _: usize) -> i32 {
+    let mut worked = 2;
+    // SAFETY: the engine of the test below, which outlives the call.
+    assert_eq!(unsafe { dsv4_engine_step(engine.cast(), &raw mut worked, null_mut()) }, OK);
+    i32::from(worked > 1)
+}
+
+/// The handles of model and engine are freed while their sessions live on, callbacks run steps, and others read figures.
+#[test]
+fn figures_are_read_and_steps_are_run_in_callbacks_while_sessions_come_and_go() {
+    let handles = Handles::new();
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let (shared, done) = (&handles, &done);
+        for _ in 0..2 {
+            scope.spawn(move || {
+                while !done.load(Ordering::Relaxed) {
+                    // SAFETY: a struct of numbers.
+                    let mut metrics: dsv4_engine_metrics = unsafe { std::mem::zeroed() };
+                    metrics.size = size_of::<dsv4_engine_metrics>();
+                    // SAFETY: as above.
+                    assert_eq!(unsafe { dsv4_engine_get_metrics(shared.engine, &raw mut metrics, null_mut()) }, OK);
+                    assert!((1..=4).contains(&metrics.sessions), "{} sessions", metrics.sessions);
+                    let (mut text, mut len) = (vec![0; 1 << 16], 0);
+                    let (ptr, capacity) = (text.as_mut_ptr(), text.len());
+                    // SAFETY: as above.
+                    let status =
+                        unsafe { dsv4_engine_metrics_text(shared.engine, ptr, capacity, &raw mut len, null_mut()) };
+                    assert!(status == OK && len > 1000 && text[len] == 0);
+                }
+            });
+        }
+        let workers: Vec<_> = (0..3)
+            .map(|i| {
+                scope.spawn(move || {
+                    for round in 0..6 {
+                        let session = new_session(shared.engine);
+                        let prompt = [10 * i + round; 600];
+                        let status = feed(session, &prompt, Some(step_within), shared.engine.cast());
+                        assert_eq!(status, OK);
+                        // SAFETY: not used any more.
+                        unsafe { dsv4_session_free(session) };
+                    }
+                })
+            })
+            .collect();
+        workers.into_iter().for_each(|worker| worker.join().expect("each of its calls succeeds"));
+        done.store(true, Ordering::Relaxed);
+    });
+    // SAFETY: not used any more.
+    unsafe { dsv4_model_free(handles.model) };
+    // SAFETY: not used any more.
+    unsafe { dsv4_engine_free(handles.engine) };
+    assert_eq!(feed(handles.session, &[5; 300], None, null_mut()), OK);
+    // SAFETY: a struct of numbers.
+    let mut metrics: dsv4_session_metrics = unsafe { std::mem::zeroed() };
+    for (size, expected) in [(0, dsv4_status::InvalidArgument), (usize::MAX, dsv4_status::InvalidArgument)] {
+        metrics.size = size;
+        // SAFETY: as above.
+        assert_eq!(unsafe { dsv4_session_get_metrics(handles.session, &raw mut metrics, null_mut()) }, expected);
+    }
+    metrics.size = size_of::<dsv4_session_metrics>();
+    // SAFETY: as above.
+    assert_eq!(unsafe { dsv4_session_get_metrics(handles.session, &raw mut metrics, null_mut()) }, OK);
+    assert_eq!(metrics.prefill_tokens, 300);
+    // SAFETY: not used any more.
+    unsafe { dsv4_session_free(handles.session) };
+}
+
 /// What the child of a fork does with everything it inherited; 0 if each call said so at once.
 fn child(handles: Handles) -> i32 {
     let mut err = dsv4_error { size: 0, code: OK, message: [0; DSV4_ERROR_MESSAGE_SIZE] };

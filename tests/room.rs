@@ -5,9 +5,10 @@
 
 mod common;
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, Barrier, LazyLock, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -207,6 +208,84 @@ fn one_thread_goes_round_more_sessions_than_fit() {
         assert_eq!(of_sessions.iter().any(|s| s.recomputed_tokens > 0), session_bytes == 1, "{of_sessions:?}");
         drop(sessions);
         is_empty(&engine);
+    }
+}
+
+#[test]
+fn readers_of_a_session_whose_pages_were_taken_have_them_back_together() {
+    let truth = &*TRUTH;
+    for session_bytes in [1 << 30, 1] {
+        let engine = engine_of(BYTES.0 * 19 / 10, |options| options.tiers.session_bytes = session_bytes);
+        let (mut read, mut other) = (open(&engine), open(&engine));
+        read.feed(&truth.timelines[0][..530]).unwrap();
+        other.feed(&truth.timelines[4][..550]).unwrap();
+        for round in 0..4 {
+            other.feed(&truth.timelines[4][550 + round..][..1]).unwrap();
+            assert_eq!(read.cache_bytes().pages, 0, "its pages were taken");
+            let begin = Barrier::new(4);
+            let forks: Vec<Session> = thread::scope(|scope| {
+                let fork = || {
+                    begin.wait();
+                    read.fork().unwrap()
+                };
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(fork)).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            for mut fork in forks {
+                fork.feed(&truth.timelines[0][530..532]).unwrap();
+                truth.check(&fork, 0, "a fork of many");
+            }
+        }
+        read.feed(&truth.timelines[0][530..540]).unwrap();
+        truth.check(&read, 0, "read by many");
+    }
+}
+
+#[test]
+fn idle_sessions_of_low_priority_give_their_pages_up_before_others() {
+    let truth = &*TRUTH;
+    let engine = engine_of(BYTES.0 * 25 / 10, |options| options.tiers.session_bytes = 1 << 30);
+    let (mut first, mut second, mut third) = (open(&engine), open(&engine), open(&engine));
+    first.set_call_options(CallOptions { priority: 5, ..CallOptions::default() });
+    first.feed(&truth.timelines[0][..550]).unwrap();
+    second.feed(&truth.timelines[3][..550]).unwrap();
+    third.feed(&truth.timelines[4][..550]).unwrap();
+    assert_eq!((first.metrics().preemptions, second.metrics().preemptions), (0, 1));
+}
+
+#[test]
+fn a_prompt_that_its_caller_ends_gives_back_what_it_was_promised() {
+    let truth = &*TRUTH;
+    let engine = engine_of(BYTES.0 * 17 / 10, |options| options.when_full = WhenFull::Refuse);
+    let (mut first, mut second) = (open(&engine), open(&engine));
+    first.set_call_options(CallOptions { reserve: 400, ..CallOptions::default() });
+    let error = first.feed_with(&truth.timelines[3][..200], &mut |_| ControlFlow::Break(())).unwrap_err();
+    assert_eq!((error.kind(), first.position()), (ErrorKind::Cancelled, 64));
+    second.feed(&truth.timelines[4][..550]).unwrap();
+    truth.check(&second, 4, "beside one that was ended");
+}
+
+#[test]
+fn the_largest_limits_priorities_and_reserves_are_as_good_as_any() {
+    let truth = &*TRUTH;
+    for when_full in [WhenFull::Evict, WhenFull::Refuse, WhenFull::Wait] {
+        let engine = engine_of(0, |options| {
+            options.cache_bytes = if subject::device().is_none() { u64::MAX } else { options.cache_bytes };
+            options.tiers.session_bytes = u64::MAX;
+            options.when_full = when_full;
+        });
+        for priority in [i32::MIN, i32::MAX] {
+            let mut session = open(&engine);
+            session.set_call_options(CallOptions {
+                priority,
+                time_limit: Some(Duration::MAX),
+                reserve: usize::MAX,
+                ..CallOptions::default()
+            });
+            session.feed(&truth.timelines[1][..70]).unwrap();
+            truth.check(&session, 1, "with the largest options");
+        }
+        engine.metrics().to_prometheus();
     }
 }
 

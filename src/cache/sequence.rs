@@ -237,7 +237,8 @@ impl SequenceCache {
 
     /// Bytes of the blocks that [`Self::stage`] of `count` tokens takes.
     pub fn needs(&self, count: usize) -> u64 {
-        let is_shared = self.blocks.get(self.len() / BLOCK_TOKENS).is_some_and(|tail| Arc::strong_count(tail) > 1);
+        let tail = self.blocks.get(self.len() / BLOCK_TOKENS);
+        let is_shared = tail.is_some_and(|tail| Arc::strong_count(tail) > 1 || Arc::weak_count(tail) > 0);
         let new = (self.len() + count).div_ceil(BLOCK_TOKENS).saturating_sub(self.blocks.len());
         (new + usize::from(is_shared)) as u64 * self.manager.block_bytes()
     }

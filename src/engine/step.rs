@@ -221,12 +221,8 @@ impl Engine {
     /// `NoBlocks` and others; the job is as before.
     fn prepare<'a>(&self, job: &'a Job, count: usize, line: Option<Line>, rows: usize) -> Result<Ready<'a>> {
         let slot = &job.slot;
-        let mut inside = match slot.try_lock() {
-            Some(inside) => inside,
-            // two readers of one session may both want it in pages, and one of them has it in this very step
-            None if job.tokens.is_empty() => return Err(self.room.busy()),
-            None => slot.lock(),
-        };
+        // no other job of the step has it: a session has one call in the queue at a time
+        let mut inside = slot.lock();
         let here = if let Place::Here(cache) = &inside.place { Some(cache) } else { None };
         if job.waits && self.room.yields(line, slot, here, job.plan, count) {
             return Err(self.room.lines_up());

@@ -221,7 +221,7 @@ impl Session {
         &mut self,
         tokens: &[TokenId],
         rows: LogitRows,
-        mut draw: Option<Draw>,
+        draw: Option<Draw>,
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
         sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
@@ -245,6 +245,23 @@ impl Session {
             .try_reserve(kept)
             .map_err(|_| Error::out_of_memory("earlier logits", (kept * size_of::<Logits>()) as u64))?;
         let _pin = self.cache.pin();
+        let result = self.run_parts(tokens, rows, draw, progress, sink);
+        if result.is_err() {
+            self.cache.forget_promise();
+        }
+        result
+    }
+
+    /// The work of a call that can begin, whose sequence is pinned.
+    fn run_parts(
+        &mut self,
+        tokens: &[TokenId],
+        rows: LogitRows,
+        mut draw: Option<Draw>,
+        progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+        sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let vocab = self.engine.model().config().vocab_size;
         let terms = self.terms(tokens.len());
         self.catch_up(|| terms.clone())?;
         let mut done = if rows == LogitRows::Last { self.reuse(tokens)? } else { 0 };
@@ -390,6 +407,8 @@ impl Session {
     }
 
     fn empty(&mut self) -> Result<()> {
+        // before the mark goes, which takes a lock
+        self.engine.check_process()?;
         self.mark = None;
         self.clear_sequence()?;
         self.tokens.clear();

@@ -48,8 +48,16 @@ impl Session {
 
     /// As [`Session::ready`], for a session that is pinned.
     pub(super) fn catch_up(&self, terms: impl FnOnce() -> Terms) -> Result<()> {
-        let is_whole = matches!(&self.cache.lock().place, Place::Here(cache) if cache.len() == self.tokens.len());
-        if is_whole { Ok(()) } else { self.bring_back(&terms().unplanned()) }
+        if self.is_whole() {
+            return Ok(());
+        }
+        // several readers may want it, and one of them brings it for all
+        let _alone = self.cache.begin_return();
+        if self.is_whole() { Ok(()) } else { self.bring_back(&terms().unplanned()) }
+    }
+
+    fn is_whole(&self) -> bool {
+        matches!(&self.cache.lock().place, Place::Here(cache) if cache.len() == self.tokens.len())
     }
 
     fn bring_back(&self, terms: &Terms) -> Result<()> {
@@ -100,7 +108,6 @@ impl Session {
 
     /// Empties the sequence. On error nothing changes.
     pub(super) fn clear_sequence(&self) -> Result<()> {
-        self.engine.check_process()?;
         let _pin = self.cache.pin();
         let is_here = matches!(self.cache.lock().place, Place::Here(_));
         if is_here {

@@ -42,7 +42,8 @@ struct Space {
 
 /// The content of a block.
 struct Kept {
-    /// Where it has pages, as long as somebody uses those.
+    /// Where it has pages, as long as somebody uses those. Nowhere for a partial block, which its owner would have to copy
+    /// before it writes on.
     origin: Mutex<Weak<Block>>,
     tokens: usize,
     content: Vec<u8>,
@@ -93,10 +94,8 @@ impl ParkingLot {
             content.extend_from_slice(part);
             Ok(())
         })?;
-        let kept = Arc::new(Kept { origin: Mutex::new(Arc::downgrade(block)), tokens, content, space });
-        if tokens == BLOCK_TOKENS {
-            self.lock().blocks.insert(address, Arc::downgrade(&kept));
-        }
+        let kept = Arc::new(Kept { origin: Mutex::default(), tokens, content, space });
+        kept.settle(block);
         Ok(Some(kept))
     }
 
@@ -111,15 +110,29 @@ impl Kept {
     }
 
     /// The block in pages: those it has elsewhere, or new ones.
-    fn block(&self, manager: &CacheManager) -> Result<Arc<Block>> {
-        let mut origin = self.origin();
-        if let Some(block) = origin.upgrade() {
+    fn block(self: &Arc<Self>, manager: &CacheManager) -> Result<Arc<Block>> {
+        let known = self.origin().upgrade();
+        if let Some(block) = known {
             return Ok(block);
         }
         let mut content = self.content.as_slice();
         let block = Arc::new(Block::import(manager, self.tokens, &mut |out| take(&mut content, out))?);
-        *origin = Arc::downgrade(&block);
+        self.settle(&block);
         Ok(block)
+    }
+
+    /// Takes note that it has the pages of `block`, by whose address it is found from now on, if it is full.
+    fn settle(self: &Arc<Self>, block: &Arc<Block>) {
+        if self.tokens < BLOCK_TOKENS {
+            return;
+        }
+        let before = std::mem::replace(&mut *self.origin(), Arc::downgrade(block));
+        let mut inside = self.space.lot.lock();
+        let address = before.as_ptr() as usize;
+        if inside.blocks.get(&address).is_some_and(|kept| kept.as_ptr() == Arc::as_ptr(self)) {
+            inside.blocks.remove(&address);
+        }
+        inside.blocks.insert(Arc::as_ptr(block) as usize, Arc::downgrade(self));
     }
 
     fn origin(&self) -> MutexGuard<'_, Weak<Block>> {
@@ -192,5 +205,73 @@ impl SequenceCache {
             blocks.push(kept.block(manager)?);
         }
         Ok(Self::from_parts_and_undo(manager, blocks, Arc::new(state), parked.undo.fork()?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::{CacheLayout, CacheOptions, KvFormat, LayerLayout};
+    use crate::model::config::LayerKind;
+
+    fn manager() -> Arc<CacheManager> {
+        let layer = LayerLayout { kind: LayerKind::C4a, main_state: 24, index_state: 24 };
+        let layout = CacheLayout {
+            format: KvFormat::Bf16,
+            head_dim: 1,
+            rope_dim: 0,
+            index_dim: 1,
+            window: 128,
+            layers: vec![layer],
+        };
+        CacheManager::new(layout, CacheOptions::PRIVATE, b"park")
+    }
+
+    fn grow(cache: &mut SequenceCache, tokens: usize) {
+        let staged = cache.stage(tokens).unwrap();
+        cache.commit(staged);
+    }
+
+    fn park(cache: SequenceCache, lot: &Arc<ParkingLot>) -> Parked {
+        cache.park(lot).unwrap().unwrap()
+    }
+
+    #[test]
+    fn what_two_share_is_kept_once_also_when_one_of_them_has_been_back() {
+        let (manager, lot) = (manager(), ParkingLot::new(u64::MAX));
+        let mut one = SequenceCache::new(&manager, 0).unwrap();
+        grow(&mut one, 600);
+        let other = one.fork().unwrap();
+        let (one, other) = (park(one, &lot), park(other, &lot));
+        let used = lot.used();
+        let back = SequenceCache::unpark(&manager, &one).unwrap();
+        drop(one);
+        let one = park(back, &lot);
+        assert_eq!(lot.used(), used);
+        let both = [&one, &other].map(|parked| SequenceCache::unpark(&manager, parked).unwrap());
+        for (a, b) in both[0].full_blocks().iter().zip(both[1].full_blocks()) {
+            assert!(Arc::ptr_eq(a, b), "its pages are shared again");
+        }
+        drop((one, other));
+        assert_eq!((lot.used(), lot.lock().blocks.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_block_that_is_kept_is_counted_among_those_that_a_step_copies() {
+        let (manager, lot) = (manager(), ParkingLot::new(u64::MAX));
+        let mut one = SequenceCache::new(&manager, 0).unwrap();
+        grow(&mut one, 300);
+        let (earlier, mut other) = (one.checkpoint(), one.fork().unwrap());
+        let parked = park(one, &lot);
+        let copies = || manager.stats().copies_on_write;
+        assert_eq!(other.needs(1), 0, "a partial block is its owner's alone");
+        grow(&mut other, 212);
+        assert_eq!(copies(), 0);
+        let again = park(other.fork().unwrap(), &lot);
+        other.rewind(earlier);
+        assert_eq!(other.needs(1), manager.block_bytes());
+        grow(&mut other, 1);
+        assert_eq!(copies(), 1);
+        drop((parked, again));
     }
 }

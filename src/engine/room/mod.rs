@@ -9,11 +9,12 @@
 //! If all that hold blocks wait, nobody will free any: the last of them is refused ([`Room::is_stuck`]).
 //!
 //! Order of locks, for the whole engine. A lock is taken only while those after it are not held by the same thread:
-//! 1. the slots of a step, by its leader in order of rank; all others' only by trying;
-//! 2. the batcher's queue, in which pressure and room are asked for;
-//! 3. the list of slots; nothing is locked, and no slot is dropped, under it;
-//! 4. the parking lot, alone;
-//! 5. the prefix index, then the pool of pages; the tiers' and the meter's, each alone.
+//! 1. the turn of a session's readers to have it brought back, by its owner;
+//! 2. the slots of a step, by its leader in order of rank; all others' only by trying;
+//! 3. the batcher's queue, in which pressure and room are asked for;
+//! 4. the list of slots; nothing is locked, and no slot is dropped, under it;
+//! 5. the parking lot, alone;
+//! 6. the prefix index, then the pool of pages; the tiers' and the meter's, each alone.
 #![forbid(unsafe_code)]
 
 mod admit;
@@ -164,7 +165,7 @@ impl Room {
             let other = slot.rank();
             if !slot.is_used() {
                 if is_empty || ripe(&slot) {
-                    victims.push(((0, -i64::from(other.0.0), slot.idle_since()), slot));
+                    victims.push(((0, i64::from(other.0.0), slot.idle_since()), slot));
                 }
             } else if let Some(rank) = rank
                 && slot.is_queued()
@@ -252,11 +253,6 @@ impl Room {
     /// Why a call that lines up behind others gets nothing now.
     pub(crate) fn lines_up(&self) -> Error {
         Error::new(ErrorKind::NoBlocks, "the cache is full, and others wait for room before this call")
-    }
-
-    /// Why a call does not go on whose sequence is being brought into pages for another.
-    pub(crate) fn busy(&self) -> Error {
-        Error::new(ErrorKind::NoBlocks, "the session is being brought back for another of its calls")
     }
 
     pub(crate) fn pressure(&self) -> &Pressure {

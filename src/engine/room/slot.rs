@@ -26,6 +26,8 @@ pub(crate) struct Slot {
     number: u64,
     rollback: usize,
     inside: Mutex<Inside>,
+    /// Held by the call of the owner that has the sequence brought back.
+    returning: Mutex<()>,
     /// Calls of the owner that are using the sequence.
     uses: AtomicU32,
     /// When the last of them ended, in nanoseconds of the room's clock.
@@ -84,6 +86,7 @@ impl Slot {
             is_here: AtomicBool::new(cache.is_some()),
             held: AtomicUsize::new(cache.as_ref().map_or(0, SequenceCache::table_len)),
             inside: Mutex::new(Inside { place: cache.map_or(Place::Lost, Place::Here), left: None }),
+            returning: Mutex::default(),
             uses: AtomicU32::new(0),
             idle_since: AtomicU64::new(room.now()),
             priority: AtomicI32::new(0),
@@ -111,6 +114,11 @@ impl Slot {
     pub(crate) fn pin(self: &Arc<Self>) -> Pin {
         self.uses.fetch_add(1, Ordering::SeqCst);
         Pin(Arc::clone(self))
+    }
+
+    /// Waits until no other call of the owner has the sequence brought back; none does while the guard lives.
+    pub(crate) fn begin_return(&self) -> MutexGuard<'_, ()> {
+        self.returning.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What is inside; waits for whoever has it.
