@@ -147,9 +147,9 @@ fn figures_are_read_and_steps_are_run_in_callbacks_while_sessions_come_and_go() 
         let workers: Vec<_> = (0..3)
             .map(|i| {
                 scope.spawn(move || {
-                    for round in 0..6 {
+                    for round in 0..2 {
                         let session = new_session(shared.engine);
-                        let prompt = [10 * i + round; 600];
+                        let prompt = [10 * i + round; 300];
                         let status = feed(session, &prompt, Some(step_within), shared.engine.cast());
                         assert_eq!(status, OK);
                         // SAFETY: not used any more.
