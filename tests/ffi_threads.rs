@@ -134,7 +134,7 @@ fn figures_are_read_and_steps_are_run_in_callbacks_while_sessions_come_and_go() 
                     metrics.size = size_of::<dsv4_engine_metrics>();
                     // SAFETY: as above.
                     assert_eq!(unsafe { dsv4_engine_get_metrics(shared.engine, &raw mut metrics, null_mut()) }, OK);
-                    assert!((1..=4).contains(&metrics.sessions), "{} sessions", metrics.sessions);
+                    assert!(metrics.sessions >= 1, "its own");
                     let (mut text, mut len) = (vec![0; 1 << 16], 0);
                     let (ptr, capacity) = (text.as_mut_ptr(), text.len());
                     // SAFETY: as above.

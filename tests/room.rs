@@ -289,6 +289,24 @@ fn the_largest_limits_priorities_and_reserves_are_as_good_as_any() {
     }
 }
 
+#[test]
+fn a_prompts_end_that_is_marked_and_kept_for_others_counts_as_room_once_it_is_left() {
+    let truth = &*TRUTH;
+    let block = (BYTES.0 - BYTES.1) / 2;
+    let state = BYTES.1 - block;
+    let engine = engine_of(2 * BYTES.0 + state / 2, |options| {
+        options.when_full = WhenFull::Refuse;
+        options.checkpoint_bytes = u64::MAX;
+    });
+    let (mut first, mut second) = (open(&engine), open(&engine));
+    first.feed(&truth.timelines[0][..512]).unwrap();
+    first.feed(&truth.timelines[0][512..513]).unwrap();
+    assert_eq!(engine.cache_stats().checkpoints, 1);
+    second.feed(&truth.timelines[4][..550]).unwrap();
+    truth.check(&second, 4, "in the place of a mark");
+    truth.check(&first, 0, "without its mark");
+}
+
 /// Pitfall 111.
 #[test]
 fn a_prompt_is_refused_whole_with_the_counts_and_its_reserve_is_kept() {

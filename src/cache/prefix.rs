@@ -308,13 +308,16 @@ impl PrefixIndex {
 
     /// Bytes of pages that eviction can free, where blocks and states take so many.
     pub(super) fn evictable_bytes(&self, block: u64, state: u64) -> u64 {
-        let alone = |c: &Checkpoint| u64::from(Arc::strong_count(&c.state) == 1);
-        let states: u64 = self.marks.values().map(alone).sum();
-        let of_node = |n: &Node| {
-            let blocks = u64::from(Arc::strong_count(&n.block) == 1);
-            blocks * block + n.checkpoint.as_ref().map_or(0, alone) * state
-        };
-        states * state + self.nodes.values().map(of_node).sum::<u64>()
+        let blocks = self.nodes.values().filter(|n| Arc::strong_count(&n.block) == 1).count() as u64 * block;
+        let kept = self.marks.len() + self.checkpoints.len();
+        // too little is a safe answer
+        let Ok(mut states) = alloc::with_capacity("list of checkpoints", kept) else { return blocks };
+        let of_nodes = self.nodes.values().filter_map(|n| n.checkpoint.as_ref());
+        states.extend(self.marks.values().chain(of_nodes).map(|c| &c.state));
+        // a mark and a checkpoint of the index may be one and the same state
+        states.sort_unstable_by_key(|state| Arc::as_ptr(state) as usize);
+        let alone = states.chunk_by(|a, b| Arc::ptr_eq(a, b)).filter(|same| Arc::strong_count(same[0]) == same.len());
+        blocks + alone.count() as u64 * state
     }
 
     fn touch(&mut self, key: PrefixKey) {
