@@ -233,7 +233,9 @@ mod tests {
     }
 
     fn park(cache: SequenceCache, lot: &Arc<ParkingLot>) -> Parked {
-        cache.park(lot).unwrap().unwrap()
+        let parked = cache.park(lot).unwrap().unwrap();
+        drop(cache);
+        parked
     }
 
     #[test]
