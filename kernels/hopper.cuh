@@ -33,7 +33,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
 }
 
 // A warp's arrivals: what its lanes wrote may be read, what they and their products read may be overwritten. Every lane
-// arrives, which costs nothing that can be measured, and race checkers understand it.
+// arrives, which costs next to nothing (benches/RESULTS.md), and race checkers understand it.
 constexpr u32 WARP = 32;
 __device__ __forceinline__ void release(u32 barrier) { barrier_arrive(barrier); }
 
