@@ -3,9 +3,10 @@
 //
 // compress4: entry j pools the first-half channels of tokens 4j-4.. and the second-half ones of 4j..; a token before the
 // step comes from the state. A block takes a token that completes an entry; others return at once. Behind the tokens' blocks
-// there are four a sequence, one a slot of the new state. compress128: a running (max, sum, accumulator) per channel; a block takes the last token of
-// a group within the step. 128 threads, DIM / 128 neighbouring channels each; compress128 pools with one channel a thread. The new state goes to pages of its own,
-// never over the old one, which other blocks still read. Portable.
+// there are four a sequence, one a slot of the new state; 128 threads, DIM / 128 neighbouring channels each. compress128: a
+// running (max, sum, accumulator) per channel; a block takes a group of 128 tokens, or what the step has of it, and pools with
+// one channel a thread. The new state goes to pages of its own, never over the old one, which other blocks still read.
+// Portable.
 #pragma once
 #include "rows.cuh"
 
@@ -49,9 +50,9 @@ struct State4 {
   }
 };
 
-// finish(row, sequence, entry, channels of the thread)
+// `finish` takes an entry: open(row, sequence, entry) before it is pooled, then close(channels of the thread).
 template <int DIM, typename Finish>
-__device__ __forceinline__ void compress4(const CompressParams& p, Finish finish) {
+__device__ __forceinline__ void compress4(const CompressParams& p, Finish& finish) {
   constexpr int CH = DIM / THREADS, WIDTH = 2 * DIM;
   const u32 first_channel = threadIdx.x * CH;
   constexpr u32 PAGE_BYTES = PAGE_ROWS * (DIM == HEAD_DIM ? ROW_BYTES : KEY_BYTES);
@@ -113,6 +114,7 @@ __device__ __forceinline__ void compress4(const CompressParams& p, Finish finish
   state.open(p.state, index);
   __syncthreads();
   const u32 entry = position / 4, before = s.start / 4;
+  finish.open(row, index, entry);
   float pooled[CH];
 #pragma unroll
   for (int i = 0; i < CH; i++) {
@@ -148,48 +150,73 @@ __device__ __forceinline__ void compress4(const CompressParams& p, Finish finish
     }
     pooled[i] = acc / sum;
   }
-  finish(row, index, entry, pooled);
+  finish.close(pooled);
 }
 
+// Blocks of a step: the first group of each sequence, then the last of each, then the group that the step has whole around
+// each 128th row, which no other block takes. With one row a sequence the first ones are enough.
+struct Group {
+  static constexpr u32 RATIO = 128;
+  Sequence s;
+  u32 sequence, index;  // of the sequence in the step, of the group in the sequence
+  bool is_last;
+
+  // false where a block has none
+  __device__ __forceinline__ bool open(const CompressParams& p) {
+    const u32 b = blockIdx.x, row = b < 2 * p.count ? 0 : (b - 2 * p.count) * RATIO;
+    sequence = b < 2 * p.count ? b % p.count : p.sequence[row];
+    s = p.sequences[sequence];
+    const u32 first = s.start / RATIO, last = (s.start + s.rows - 1) / RATIO;
+    index = b < p.count ? first : b < 2 * p.count ? last : (s.start + row - s.first_row) / RATIO;
+    is_last = index == last;
+    return b < p.count || (b < 2 * p.count ? first < last : first < index && index < last);
+  }
+  __device__ __forceinline__ u32 row(u32 position) const { return s.first_row + position - s.start; }
+};
+
 template <typename Finish>
-__device__ __forceinline__ void compress128_rows(const CompressParams& p, Finish finish) {
-  constexpr int DIM = HEAD_DIM, CH = DIM / THREADS, RATIO = 128;
-  const u32 row = blockIdx.x, index = p.sequence[row];
-  const Sequence s = p.sequences[index];
-  const u32 position = s.start + row - s.first_row;
-  const bool is_last = row + 1 == s.first_row + s.rows, completes = position % RATIO == RATIO - 1;
-  if (!is_last && !completes) return;
+__device__ __forceinline__ void compress128_groups(const CompressParams& p, Finish& finish) {
+  constexpr int DIM = HEAD_DIM, CH = DIM / THREADS, RATIO = Group::RATIO;
+  Group group;
+  if (!group.open(p)) return;
   __shared__ State<NARROW_ROWS * ROW_BYTES, 3 * DIM> state, fresh;
-  state.open(p.state, index);
-  fresh.open(p.fresh, index);
+  state.open(p.state, group.sequence);
+  fresh.open(p.fresh, group.sequence);
+  const u32 first = max(group.index * RATIO, group.s.start);
+  const u32 end = min(group.index * RATIO + RATIO, group.s.start + group.s.rows);
+  const bool goes_on = first % RATIO != 0, completes = end % RATIO == 0;
+  if (completes && threadIdx.x < THREADS) finish.open(group.row(end - 1), group.sequence, group.index);
   __syncthreads();
-  const u32 c = threadIdx.x, group = position / RATIO * RATIO;
-  const bool goes_on = group < s.start;
+  const u32 c = threadIdx.x;
   float top = goes_on ? state[c] : minus_infinity();
   float sum = goes_on ? state[DIM + c] : 0.0f;
   float acc = goes_on ? state[2 * DIM + c] : 0.0f;
-  constexpr u32 BATCH = 16;  // tokens that are on their way together
-  for (u32 first = goes_on ? s.start : group; first <= position; first += BATCH) {
-    float u[BATCH], g[BATCH];
+  auto feed = [&](float u, float g) {
+    const bool rises = g > top;
+    const float e = expf(rises ? top - g : g - top);
+    sum = rises ? sum * e + 1.0f : sum + e;
+    acc = rises ? acc * e + u : acc + e * u;
+    top = rises ? g : top;
+  };
+  const float* u = p.u + u64(group.row(first)) * DIM + c;
+  const float* g = p.g + u64(group.row(first)) * DIM + c;
+  const float* ape = p.ape + first % RATIO * DIM + c;
+  const u32 tokens = end - first;
+  constexpr u32 BATCH = 16;  // tokens that are on their way together; nothing may stand between their loads
+  u32 i = 0;
+  for (; i + BATCH <= tokens; i += BATCH) {
+    float value[BATCH], gate[BATCH], add[BATCH];
 #pragma unroll
-    for (u32 i = 0; i < BATCH; i++) {
-      const u32 q = first + i;
-      if (q > position) continue;
-      const u64 at = u64(s.first_row + q - s.start) * DIM + c;
-      u[i] = p.u[at];
-      g[i] = p.g[at] + p.ape[q % RATIO * DIM + c];
+    for (u32 j = 0; j < BATCH; j++) {
+      value[j] = u[(i + j) * DIM];
+      gate[j] = g[(i + j) * DIM];
+      add[j] = ape[(i + j) * DIM];
     }
 #pragma unroll
-    for (u32 i = 0; i < BATCH; i++) {
-      if (first + i > position) continue;
-      const bool rises = g[i] > top;
-      const float e = expf(rises ? top - g[i] : g[i] - top);
-      sum = rises ? sum * e + 1.0f : sum + e;
-      acc = rises ? acc * e + u[i] : acc + e * u[i];
-      top = rises ? g[i] : top;
-    }
+    for (u32 j = 0; j < BATCH; j++) feed(value[j], gate[j] + add[j]);
   }
-  if (is_last) {
+  for (; i < tokens; i++) feed(u[i * DIM], g[i * DIM] + ape[i * DIM]);
+  if (group.is_last) {
     fresh[c] = completes ? minus_infinity() : top;
     fresh[DIM + c] = completes ? 0.0f : sum;
     fresh[2 * DIM + c] = completes ? 0.0f : acc;
@@ -201,6 +228,6 @@ __device__ __forceinline__ void compress128_rows(const CompressParams& p, Finish
   if (threadIdx.x >= THREADS) return;
   float mine[CH];
 #pragma unroll
-  for (int i = 0; i < CH; i++) mine[i] = pooled[threadIdx.x * CH + i];
-  finish(row, index, position / RATIO, mine);
+  for (int k = 0; k < CH; k++) mine[k] = pooled[threadIdx.x * CH + k];
+  finish.close(mine);
 }

@@ -12,9 +12,9 @@ struct PoolParams {
 // The finish of a compressor that leaves the pooled entry in memory.
 template <int DIM>
 struct Keep {
-  u16* pooled;
-  __device__ __forceinline__ void operator()(u32 row, u32, u32, float (&v)[DIM / THREADS]) const {
-    u16* to = pooled + u64(row) * DIM;
+  u16* to;  // first the entries of all rows, then its own
+  __device__ __forceinline__ void open(u32 row, u32, u32) { to += u64(row) * DIM; }
+  __device__ __forceinline__ void close(float (&v)[DIM / THREADS]) {
     if constexpr (DIM == HEAD_DIM)
       reinterpret_cast<uint2*>(to)[threadIdx.x] = make_uint2(bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]));
     else
@@ -25,15 +25,18 @@ struct Keep {
 // Pooling and the new state; grids as of the fused kernels.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) pool4_main(const __grid_constant__ PoolParams p) {
   wait_for_inputs();
-  compress4<HEAD_DIM>(p.compress, Keep<HEAD_DIM>{p.pooled});
+  Keep<HEAD_DIM> keep{p.pooled};
+  compress4<HEAD_DIM>(p.compress, keep);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 4) pool4_index(const __grid_constant__ PoolParams p) {
   wait_for_inputs();
-  compress4<INDEX_DIM>(p.compress, Keep<INDEX_DIM>{p.pooled});
+  Keep<INDEX_DIM> keep{p.pooled};
+  compress4<INDEX_DIM>(p.compress, keep);
 }
-extern "C" __global__ void __launch_bounds__(HEAD_DIM) pool128(const __grid_constant__ PoolParams p) {
+extern "C" __global__ void __launch_bounds__(HEAD_DIM, 1) pool128(const __grid_constant__ PoolParams p) {
   wait_for_inputs();
-  compress128_rows(p.compress, Keep<HEAD_DIM>{p.pooled});
+  Keep<HEAD_DIM> keep{p.pooled};
+  compress128_groups(p.compress, keep);
 }
 
 struct RowsParams {
@@ -87,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256) norm_heads(const __grid_consta
   for (int i = 0; i < 2; i++) reinterpret_cast<uint4*>(item.x)[i * 32 + threadIdx.x % 32] = pack8(v[i]);
 }
 
-// Pooled entries, summed in the order of `finish` in compressor.cu.
+// Pooled entries, summed in the order of `Store` in compressor.cu.
 template <int DIM>
 __device__ __forceinline__ void norm_entry(const RowsParams& p) {
   constexpr int CH = DIM / 128;

@@ -237,7 +237,9 @@ pub(super) fn far_writes(lab: &mut Lab<'_>) -> Result<()> {
 fn run_compressor(lab: &mut Lab<'_>, kind: Compressor) -> Result<()> {
     let lengths: &[[usize; 2]] = match (lab.small, kind) {
         (true, _) => &[[3, 4], [1, 1], [9, 130]],
-        (false, Compressor::Main128) => &[[3, 128], [124, 1], [1, 260], [1, 126], [300, 2], [1, 1], [85, 127]],
+        (false, Compressor::Main128) => {
+            &[[3, 128], [124, 1], [1, 260], [1, 126], [300, 2], [1, 1], [85, 127], [700, 515]]
+        }
         (false, _) => &[[1, 3], [1, 1], [1, 2], [1, 1], [2, 1], [3, 5], [70, 4], [1, 1], [6, 7], [1, 129], [3, 1]],
     };
     let (width, dim, ratio, layout) = (kind.width(), kind.dim(), kind.ratio(), layout(LayerKind::Window, 128));

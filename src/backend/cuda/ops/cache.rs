@@ -298,10 +298,15 @@ impl Compress<'_> {
         })
     }
 
-    /// A block a row, and for ratio 4 one a slot of each new state.
+    /// Ratio 4: a block a row and one a slot of each new state. Ratio 128: a block a group that the rows may have a part of.
     pub(super) fn launch(&self) -> Launch {
-        let (slots, block) = if self.kind == Compressor::Main128 { (0, HEAD_DIM as u32) } else { (4, 128) };
-        Launch { grid: [self.sequence.len() + slots * self.sequences.len(), 1, 1], block, shared: 0 }
+        let (rows, sequences) = (self.sequence.len(), self.sequences.len());
+        let (blocks, block) = match self.kind {
+            Compressor::Main128 if rows == sequences => (sequences, HEAD_DIM as u32),
+            Compressor::Main128 => (2 * sequences + rows.div_ceil(self.kind.ratio()), HEAD_DIM as u32),
+            _ => (rows + 4 * sequences, 128),
+        };
+        Launch { grid: [blocks, 1, 1], block, shared: 0 }
     }
 }
 
