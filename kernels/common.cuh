@@ -11,6 +11,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr u32 ALL = 0xFFFFFFFFu;
+constexpr u32 IDLE = ALL;  // token of a row that fills a captured step up: zeros all the way, and nobody's work
 
 // Dimensions that every release and every test model shares; the launchers refuse others.
 constexpr int HEAD_DIM = 512;  // values of a KV row

@@ -71,6 +71,7 @@ __device__ __forceinline__ void compress4(const CompressParams& p, Finish& finis
     fresh.open(p.fresh, index);
     const Sequence s = p.sequences[index];
     __syncthreads();
+    if (s.rows == 0) return;  // idle: there is no state
     const u32 end = s.start + s.rows;
     const u32 back = (end + 3 - slot) % 4;  // tokens from the last one of this slot to the last one of all
     const bool fresh_current = back < s.rows;

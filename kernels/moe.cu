@@ -4,7 +4,7 @@
 // Grouping is one launch: every block counts all assignments (integer counters in shared memory, so the result has no
 // order), and block e writes the places of expert e. Products take tiles of one expert's places; their sums have the
 // order of product.cuh, so a row's bits do not depend on what shares the batch. A token's experts are added in order of
-// id. Portable.
+// id. An idle row chooses the expert behind the last, which is nobody's work: its places are behind all others. Portable.
 #include "product.cuh"
 
 constexpr int MAX_EXPERTS = 512;
@@ -14,7 +14,7 @@ struct RouteParams {
   const float* logits;       // [tokens, experts]
   const float* bias;         // [experts], or null with `table`
   const long long* table;    // [vocab, top_k] expert of a token id, or null with `bias`
-  const u32* tokens;         // [tokens] ids; used with `table`
+  const u32* tokens;         // [tokens] ids
   u32* ids;                  // [tokens, top_k], best first
   float* weights;            // [tokens, top_k]
   u32 count;                 // tokens
@@ -32,7 +32,9 @@ extern "C" __global__ void __launch_bounds__(128) route(const __grid_constant__ 
   const float* logits = p.logits + u64(token) * p.experts;
   auto affinity = [](float z) { return sqrtf(z > 20.0f ? z : log1pf(expf(z))); };
   u32 chosen = 0;  // of lane i: choice i
-  if (p.table) {
+  if (p.tokens[token] == IDLE) {
+    chosen = p.experts;
+  } else if (p.table) {
     if (lane < p.top_k) chosen = u32(p.table[u64(p.tokens[token]) * p.top_k + lane]);
   } else {
     u32 rank[PER_LANE];  // orders like the value, NaN as minus infinity; 0 when taken or absent
@@ -70,10 +72,10 @@ extern "C" __global__ void __launch_bounds__(128) route(const __grid_constant__ 
 }
 
 struct GroupParams {
-  const u32* ids;     // [count] expert of each assignment
+  const u32* ids;     // [count] expert of each assignment; `experts` and above: nobody's
   u32* order;         // [count] assignment of each place
   u32* places;        // [count] place of each assignment
-  u32* bounds;        // [experts + 1] first place of each expert
+  u32* bounds;        // [experts + 1] first place of each expert, and of nobody's
   u32* active;        // [experts] experts with assignments, ascending
   u32* tile_expert;   // [ceil(count/64) + experts]
   u32* tile_first;    // same: first place of a tile of up to 64
@@ -82,17 +84,17 @@ struct GroupParams {
   u32 experts;
 };
 
-// grid experts
+// grid experts + 1: the last block has what is nobody's
 extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ GroupParams p) {
   wait_for_inputs();
-  __shared__ u32 counts[MAX_EXPERTS];
+  __shared__ u32 counts[MAX_EXPERTS + 1];
   __shared__ u32 warp_counts[8];
   __shared__ u32 before[3];  // places, active experts, tiles of the experts below
   const u32 expert = blockIdx.x, thread = threadIdx.x;
-  for (u32 e = thread; e < p.experts; e += 256) counts[e] = 0;
+  for (u32 e = thread; e <= p.experts; e += 256) counts[e] = 0;
   if (thread < 3) before[thread] = 0;
   __syncthreads();
-  for (u32 i = thread; i < p.count; i += 256) atomicAdd(&counts[min(p.ids[i], p.experts - 1)], 1u);
+  for (u32 i = thread; i < p.count; i += 256) atomicAdd(&counts[min(p.ids[i], p.experts)], 1u);
   __syncthreads();
   for (u32 e = thread; e < expert; e += 256) {
     atomicAdd(&before[0], counts[e]);
@@ -101,16 +103,16 @@ extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ 
   }
   __syncthreads();
   const u32 first = before[0], own = counts[expert], tiles = (own + TILE_TOKENS - 1) / TILE_TOKENS;
+  const bool is_expert = expert < p.experts;
   if (thread == 0) {
     p.bounds[expert] = first;
-    if (own > 0) p.active[before[1]] = expert;
-    if (expert == p.experts - 1) {
-      p.bounds[p.experts] = first + own;
-      p.totals[0] = before[1] + (own > 0);
-      p.totals[1] = before[2] + tiles;
+    if (is_expert && own > 0) p.active[before[1]] = expert;
+    if (!is_expert) {
+      p.totals[0] = before[1];
+      p.totals[1] = before[2];
     }
   }
-  for (u32 t = thread; t < tiles; t += 256) {
+  for (u32 t = thread; is_expert && t < tiles; t += 256) {
     p.tile_expert[before[2] + t] = expert;
     p.tile_first[before[2] + t] = first + t * TILE_TOKENS;
   }
@@ -118,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ 
   u32 next = first;
   for (u32 base = 0; base < p.count; base += 256) {
     const u32 i = base + thread;
-    const bool is_own = i < p.count && min(p.ids[i], p.experts - 1) == expert;
+    const bool is_own = i < p.count && min(p.ids[i], p.experts) == expert;
     const u32 votes = __ballot_sync(ALL, is_own);
     if (thread % 32 == 0) warp_counts[thread / 32] = __popc(votes);
     __syncthreads();
@@ -271,6 +273,7 @@ struct CombineParams {
   const u16* routed;   // [places, width] bf16
   const u16* shared;   // [tokens, width] bf16
   const u32* places;   // [tokens, top_k] place of each assignment
+  const u32* used;     // [1]: places from here on are nobody's
   u16* out;            // [tokens, width] bf16
   u32 width;
   u32 top_k;
@@ -281,6 +284,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant_
   wait_for_inputs();
   __shared__ u32 sorted[MAX_TOP_K];
   const u64 token = blockIdx.x;
+  const u32 used = *p.used;
   if (threadIdx.x < p.top_k) {  // ascending places are ascending experts
     const u32 mine = p.places[token * p.top_k + threadIdx.x];
     u32 rank = 0;
@@ -293,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant_
   __syncthreads();
   for (u32 g = threadIdx.x; g < p.width / 8; g += 256) {
     float sum[8] = {}, v[8];
-    for (u32 i = 0; i < p.top_k; i++) {
+    for (u32 i = 0; i < p.top_k && sorted[i] < used; i++) {
       unpack8(reinterpret_cast<const uint4*>(p.routed + u64(sorted[i]) * p.width)[g], v);
 #pragma unroll
       for (int j = 0; j < 8; j++) sum[j] += v[j];

@@ -15,16 +15,16 @@ struct EmbedParams {
   u32 vocab;
 };
 
-// grid rows; an id outside the vocabulary gives NaN, which the step reports
+// grid rows; an idle row is all zeros, another id outside the vocabulary gives NaN, which the step reports
 extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constant__ EmbedParams p) {
   wait_for_inputs();
   const u32 id = p.ids[blockIdx.x];
   const u32 groups = p.width / 8;
   const uint4* from = reinterpret_cast<const uint4*>(p.table + u64(id) * p.width);
   uint4* to = reinterpret_cast<uint4*>(p.streams + u64(blockIdx.x) * STREAMS * p.width);
-  const u32 nan = 0x7FFF7FFFu;
+  const u32 none = id == IDLE ? 0 : 0x7FFF7FFFu;
   for (u32 g = threadIdx.x; g < groups; g += THREADS) {
-    const uint4 v = id < p.vocab ? from[g] : make_uint4(nan, nan, nan, nan);
+    const uint4 v = id < p.vocab ? from[g] : make_uint4(none, none, none, none);
 #pragma unroll
     for (int s = 0; s < STREAMS; s++) to[s * groups + g] = v;
   }

@@ -6,7 +6,7 @@
 struct Sequence {
   u32 start;      // position of its first new token
   u32 first_row;  // row of that token in the step
-  u32 rows;       // new tokens
+  u32 rows;       // new tokens; 0 for an idle row, which is a sequence without pages
   u32 unused;
 };
 

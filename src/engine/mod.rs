@@ -22,7 +22,6 @@ use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, PageMemory, 
 use crate::error::{ErrorKind, Result, bail};
 use crate::model::deepseek_v4::{Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
-use crate::sampler::Draw;
 
 use batch::Batcher;
 use metrics::Meter;
@@ -35,7 +34,7 @@ pub use metrics::{EngineMetrics, Histogram, SessionMetrics};
 pub use options::{DegradedMode, DeviceChoice, EngineOptions, WhenFull};
 pub(crate) use process::Process;
 pub(crate) use room::{Pin, Place, Plan, Slot};
-pub(crate) use step::{Chosen, Done, Request, Terms, Work};
+pub(crate) use step::{Done, Last, Request, Stayed, Terms, Work};
 
 /// One model ready to run. Shared between sessions and threads.
 ///
@@ -229,24 +228,24 @@ impl Engine {
         identity(&self.model, &self.options, self.cache.layout())
     }
 
-    /// Takes the segments' tokens through the layers, on whichever device; they may be committed then. A device that can
-    /// choose tokens follows the `draws`, one for each segment or no list.
+    /// Takes the segments' tokens through the layers, on whichever device; they may be committed then. `lasts`, one for each
+    /// segment or no list, say what becomes of the last tokens' logits; the host's stay in its memory anyway.
     fn forward(
         &self,
         segments: &mut [Segment<'_>],
-        draws: &[Option<&Draw>],
+        lasts: &[&Last],
         between: &mut (dyn FnMut(usize) -> Result<()> + Send),
     ) -> Result<Stepped> {
         match &self.device {
             Device::Cpu => {
                 // the logits are where the sampler is
-                let _ = draws;
+                let _ = lasts;
                 let trunk = self.trunk(Rounding::from(self.options.numerics));
                 let logits = self.cpu.pool.enter(|| trunk.step(segments, between, &mut Probe::off()))?;
-                Ok(Stepped { logits, choices: Vec::new() })
+                Ok(Stepped { logits, stayed: Vec::new() })
             }
             #[cfg(feature = "cuda")]
-            Device::Gpu(gpu) => gpu.step(segments, draws, between),
+            Device::Gpu(gpu) => gpu.step(segments, lasts, between),
         }
     }
 

@@ -26,7 +26,7 @@ pub(crate) struct Job {
     slot: Arc<Slot>,
     tokens: Vec<u32>,
     logits: LogitRows,
-    draw: Option<Draw>,
+    last: Last,
     decodes: bool,
     waits: bool,
     plan: Plan,
@@ -43,29 +43,39 @@ pub(crate) struct Work<'a> {
     pub(crate) tokens: &'a [u32],
     /// Which of them get logits.
     pub(crate) logits: LogitRows,
-    /// What chooses a token from the last one's logits, if the device can.
-    pub(crate) draw: Option<Draw>,
+    /// What becomes of the last one's logits.
+    pub(crate) last: Last,
     /// Whether no tokens of the call come behind these.
     pub(crate) ends: bool,
 }
 
-/// What a device chose from logits that stayed there.
-pub(crate) struct Chosen {
-    /// How.
-    pub(crate) draw: Draw,
-    /// `None` where the sampler finds an error in the logits.
-    pub(crate) token: Option<TokenId>,
+/// What becomes of the logits of a call's last token.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Last {
+    /// They come to the host.
+    #[default]
+    Come,
+    /// Nobody may want them: a device may keep them.
+    Stay,
+    /// As [`Self::Stay`], and a device that can chooses a token from them.
+    Choose(Draw),
+}
+
+/// Instead of logits that stayed with a device.
+pub(crate) struct Stayed {
     /// What the logits come from, bf16: see [`Engine::logits_of`].
     pub(crate) hidden: Vec<u16>,
+    /// How a token was chosen; `None` for it where the sampler finds an error in the logits.
+    pub(crate) choice: Option<(Draw, Option<TokenId>)>,
 }
 
 /// What a step gives.
 #[derive(Default)]
 pub(super) struct Stepped {
-    /// Logits of the wanted rows, without those of segments that have a choice.
+    /// Logits of the wanted rows, without those that stayed.
     pub(super) logits: Vec<f32>,
-    /// Token, if there is one, and hidden state of segments whose draw was followed. There may be fewer than segments.
-    pub(super) choices: Vec<Option<(Option<TokenId>, Vec<u16>)>>,
+    /// What there is of segments whose logits stayed. There may be fewer than segments.
+    pub(super) stayed: Vec<Option<Stayed>>,
 }
 
 /// What a step did for a job.
@@ -75,8 +85,8 @@ pub(crate) struct Done {
     pub(crate) tokens: usize,
     /// Logits `[rows, vocab]` of those that were wanted: of the last one only if it is among the tokens.
     pub(crate) logits: Vec<f32>,
-    /// Instead of logits: what the device chose from them.
-    pub(crate) chosen: Option<Chosen>,
+    /// Instead of logits, if they stayed with the device.
+    pub(crate) stayed: Option<Stayed>,
     /// Time before the step.
     pub(crate) queued: Duration,
     /// Time of the step.
@@ -187,7 +197,7 @@ impl Engine {
     /// With a panic of the step, if it was over these tokens alone; the sequence is then as before.
     pub(crate) fn step(&self, slot: &Arc<Slot>, work: Work<'_>, terms: &Terms) -> Result<Done> {
         self.check_process()?;
-        let Work { tokens, logits, draw, ends } = work;
+        let Work { tokens, logits, last, ends } = work;
         let tokens = alloc::copied("tokens of a step", tokens)?;
         let Terms { since, began, decodes, ref request } = *terms;
         // what waits for its pages only is no text that is read
@@ -197,7 +207,7 @@ impl Engine {
         let (waits, plan, entered) = (request.waits, request.plan, Instant::now());
         let returns = slot.is_prompt(self.batcher.patience());
         slot.enqueue(request.priority, since);
-        let job = Job { slot: Arc::clone(slot), tokens, logits, draw, decodes, waits, plan, began, entered, ends };
+        let job = Job { slot: Arc::clone(slot), tokens, logits, last, decodes, waits, plan, began, entered, ends };
         let (stop, leads, member) = (request.stop.clone(), request.leads, slot.number());
         let (_, outcome) = self.batcher.call(Call { job, demand, stop, leads, member, returns }, self);
         slot.leave();
@@ -310,7 +320,8 @@ impl Runner<Job, Done> for Engine {
         let mut ready: Vec<Option<Ready<'_>>> = jobs.iter().map(|_| None).collect();
         for i in order {
             let (job, count) = &jobs[i];
-            let rows = if is_shared && job.draw.is_none() { job.rows(*count).of(*count).len() } else { 0 };
+            let come = is_shared && matches!(job.last, Last::Come);
+            let rows = if come { job.rows(*count).of(*count).len() } else { 0 };
             match self.prepare(job, *count, line, rows) {
                 Ok(prepared) if prepared.staged.is_some() => {
                     job.slot.stop_waiting();
@@ -327,12 +338,12 @@ impl Runner<Job, Done> for Engine {
         }
 
         let mut staged: Vec<Option<Staged>> = ready.iter_mut().map(|r| r.as_mut()?.staged.take()).collect();
-        let (mut segments, mut draws) = (Vec::new(), Vec::new());
+        let (mut segments, mut lasts) = (Vec::new(), Vec::new());
         for (((job, count), ready), staged) in jobs.iter().zip(&ready).zip(&mut staged) {
             if let (Some(ready), Some(staged)) = (ready, staged.take()) {
                 let (tokens, logits) = (&job.tokens[..*count], job.rows(*count));
                 segments.push(Segment { cache: ready.cache(), staged, tokens, logits });
-                draws.push(job.draw.as_ref());
+                lasts.push(&job.last);
             }
         }
         if segments.is_empty() {
@@ -342,9 +353,9 @@ impl Runner<Job, Done> for Engine {
             return Ok(replies);
         }
         self.room.pressure().look(&self.cache);
-        let stepped = self.forward(&mut segments, &draws, between);
-        let Stepped { mut logits, choices } = stepped.inspect_err(|_| self.meter.lock().failed_steps += 1)?;
-        let (sessions, mut choices) = (segments.len(), choices.into_iter());
+        let stepped = self.forward(&mut segments, &lasts, between);
+        let Stepped { mut logits, stayed } = stepped.inspect_err(|_| self.meter.lock().failed_steps += 1)?;
+        let (sessions, mut stayed) = (segments.len(), stayed.into_iter());
         let ran: Vec<_> = segments.into_iter().map(|s| (s.wanted().len() * vocab, s.staged)).collect();
         let (now, took) = (Instant::now(), begun.elapsed());
         let mut counts = self.meter.lock();
@@ -354,16 +365,16 @@ impl Runner<Job, Done> for Engine {
             jobs.iter().zip(ready).zip(&mut replies).filter_map(|((job, ready), reply)| Some((job, ready?, reply)));
         for (((job, count), mut ready, reply), (values, staged)) in served.zip(ran) {
             let mut rows = std::mem::take(&mut ready.logits);
-            let mut chosen = None;
-            if let (Some((token, hidden)), Some(draw)) = (choices.next().flatten(), job.draw.clone()) {
-                self.choices.fetch_add(u64::from(token.is_some()), Ordering::Relaxed);
-                chosen = Some(Chosen { draw, token, hidden });
+            let stayed = stayed.next().flatten();
+            if let Some(Stayed { choice, .. }) = &stayed {
+                let is_chosen = choice.as_ref().is_some_and(|(_, token)| token.is_some());
+                self.choices.fetch_add(u64::from(is_chosen), Ordering::Relaxed);
             } else if sessions == 1 {
                 rows = std::mem::take(&mut logits);
             } else {
                 let of_job = &logits[first..first + values];
                 first += values;
-                // reserved above, except for a draw that was not followed: of one token, which can still be refused
+                // reserved above, except for those that could have stayed: of one token, which can still be refused
                 if let Err(error) = alloc::reserve("logits of a step", &mut rows, values) {
                     *reply = Reply::Done(Err(error));
                     continue;
@@ -384,7 +395,7 @@ impl Runner<Job, Done> for Engine {
             ready.inside.left = Some(now);
             // under its lock: from here on its owner has it
             job.slot.leave();
-            *reply = Reply::Done(Ok(Done { tokens: *count, logits: rows, chosen, queued, took }));
+            *reply = Reply::Done(Ok(Done { tokens: *count, logits: rows, stayed, queued, took }));
         }
         Ok(replies)
     }

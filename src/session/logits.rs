@@ -1,14 +1,14 @@
 //! Logits behind a session's token: on the host, or with the device, which computes them again when somebody asks.
 //!
-//! Where a device chose the next token, the host has the hidden state that the logits come from, a hundredth of their
-//! size. A product's bits depend on its rows alone, so the logits are those that were chosen from, whenever they are asked
+//! Of a token that was fed alone, the host may have only the hidden state that the logits come from, a hundredth of their
+//! size, and the next token if a device chose it. A product's bits depend on its rows alone, so the logits are those that were chosen from, whenever they are asked
 //! for.
 
 use once_cell::sync::OnceCell;
 
 use crate::TokenId;
 use crate::alloc;
-use crate::engine::{Chosen, Engine};
+use crate::engine::{Engine, Stayed};
 use crate::error::Result;
 use crate::sampler::Draw;
 
@@ -28,10 +28,9 @@ impl From<Vec<f32>> for Logits {
     }
 }
 
-impl From<Chosen> for Logits {
-    fn from(chosen: Chosen) -> Self {
-        let Chosen { draw, token, hidden } = chosen;
-        Self { values: OnceCell::new(), hidden, choice: token.map(|token| (draw, token)) }
+impl From<Stayed> for Logits {
+    fn from(Stayed { hidden, choice }: Stayed) -> Self {
+        Self { values: OnceCell::new(), hidden, choice: choice.and_then(|(draw, token)| Some((draw, token?))) }
     }
 }
 
@@ -102,7 +101,7 @@ mod tests {
         let mut later = sampler.clone();
         later.count_draw();
         let [draw, other] = [&sampler, &later].map(|sampler| sampler.draw(100).unwrap());
-        let logits = Logits::from(Chosen { draw: draw.clone(), token: Some(17), hidden: vec![1, 2] });
+        let logits = Logits::from(Stayed { choice: Some((draw.clone(), Some(17))), hidden: vec![1, 2] });
         assert!(!logits.is_empty() && logits.has_choice());
         assert_eq!(logits.choice(Some(&draw)), Some(17));
         assert_eq!([logits.choice(Some(&other)), logits.choice(None)], [None, None]);

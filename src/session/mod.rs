@@ -18,10 +18,10 @@ use std::time::Duration;
 use crate::TokenId;
 use crate::alloc;
 use crate::cache::{BLOCK_TOKENS, Checkpoint, Mark, PrefixKey, State};
-use crate::engine::{Done, Engine, SessionMetrics, Slot, Terms, WhenFull, Work};
+use crate::engine::{Done, Engine, Last, SessionMetrics, Slot, Terms, WhenFull, Work};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
-use crate::sampler::{Draw, Sampler};
+use crate::sampler::Sampler;
 
 use logits::Logits;
 
@@ -109,7 +109,7 @@ pub struct Session {
     tokens: Vec<TokenId>,
     /// Logits behind the last token; empty before the first.
     logits: Logits,
-    /// Whether the caller looked at logits since the last token that was fed for a sampler.
+    /// Whether the caller looked at logits since the last token that was fed alone.
     asked: AtomicBool,
     /// Keys of the full blocks that other prompts can find, in order; the last block may still be missing.
     keys: Vec<PrefixKey>,
@@ -184,20 +184,26 @@ impl Session {
         tokens: &[TokenId],
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
     ) -> Result<()> {
-        self.run(tokens, LogitRows::Last, None, progress, &mut |_, _| Ok(()))
+        let last = if tokens.len() == 1 && self.leaves_logits() { Last::Stay } else { Last::Come };
+        self.run(tokens, LogitRows::Last, last, progress, &mut |_, _| Ok(()))
+    }
+
+    /// Whether the logits of a token may stay with the device that computes them: not if the caller looked at the last ones.
+    fn leaves_logits(&mut self) -> bool {
+        self.engine.chooses() && !self.asked.swap(false, Ordering::Relaxed)
     }
 
     /// As [`Session::feed`], handing out the logits of every token: `sink(position, logits)`.
     pub fn feed_all(&mut self, tokens: &[TokenId], sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
-        self.run(tokens, LogitRows::All, None, &mut |_| ControlFlow::Continue(()), sink)
+        self.run(tokens, LogitRows::All, Last::Come, &mut |_| ControlFlow::Continue(()), sink)
     }
 
     /// As [`Session::feed`] of one token whose successor `sampler` is about to choose: where the engine's device can do
     /// that, the logits stay there, and [`Session::choose`] finds the choice. Not if the caller looked at the last ones.
     pub(crate) fn feed_for(&mut self, token: TokenId, sampler: &Sampler) -> Result<()> {
-        let chooses = self.engine.chooses() && !self.asked.swap(false, Ordering::Relaxed);
-        let draw = if chooses { sampler.draw(self.engine.model().config().vocab_size) } else { None };
-        self.run(&[token], LogitRows::Last, draw, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
+        let draw = self.leaves_logits().then(|| sampler.draw(self.engine.model().config().vocab_size)).flatten();
+        let last = draw.map_or(Last::Come, Last::Choose);
+        self.run(&[token], LogitRows::Last, last, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
     }
 
     /// The token that `sampler` chooses from the session's logits.
@@ -221,7 +227,7 @@ impl Session {
         &mut self,
         tokens: &[TokenId],
         rows: LogitRows,
-        draw: Option<Draw>,
+        last: Last,
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
         sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
@@ -245,7 +251,7 @@ impl Session {
             .try_reserve(kept)
             .map_err(|_| Error::out_of_memory("earlier logits", (kept * size_of::<Logits>()) as u64))?;
         let _pin = self.cache.pin();
-        let result = self.run_parts(tokens, rows, draw, progress, sink);
+        let result = self.run_parts(tokens, rows, last, progress, sink);
         if result.is_err() {
             self.cache.forget_promise();
         }
@@ -257,7 +263,7 @@ impl Session {
         &mut self,
         tokens: &[TokenId],
         rows: LogitRows,
-        mut draw: Option<Draw>,
+        mut last: Last,
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
         sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
@@ -268,17 +274,18 @@ impl Session {
         let end = self.position() + tokens.len() - done;
         while done < tokens.len() {
             let part = &tokens[done..done + self.next_chunk(end)];
-            let last = done + part.len() == tokens.len();
-            let wanted = if rows == LogitRows::Last && !last { LogitRows::None } else { rows };
-            let work = Work { tokens: part, logits: wanted, draw: draw.take_if(|_| last), ends: last };
+            let is_last = done + part.len() == tokens.len();
+            let wanted = if rows == LogitRows::Last && !is_last { LogitRows::None } else { rows };
+            let last_of = if is_last { std::mem::take(&mut last) } else { Last::Come };
+            let work = Work { tokens: part, logits: wanted, last: last_of, ends: is_last };
             let step = self.engine.step(&self.cache, work, &terms)?;
             if step.tokens == 0 {
                 self.catch_up(|| terms.clone())?;
                 continue;
             }
             self.count(&step, &terms);
-            let Done { tokens: taken, logits, chosen, .. } = step;
-            let (part, last) = (&part[..taken], last && taken == part.len());
+            let Done { tokens: taken, logits, stayed, .. } = step;
+            let (part, is_last) = (&part[..taken], is_last && taken == part.len());
             // until the call is complete the session's logits would be those of an older token
             self.retire_logits(part.len());
             self.tokens.extend_from_slice(part);
@@ -290,13 +297,13 @@ impl Session {
                 }
                 self.keep_earlier(&logits, vocab)?;
             }
-            if let Some(chosen) = chosen {
-                self.logits = chosen.into();
-            } else if rows == LogitRows::All || last {
+            if let Some(stayed) = stayed {
+                self.logits = stayed.into();
+            } else if rows == LogitRows::All || is_last {
                 self.keep_last(logits, vocab);
             }
             self.publish(end, self.settled(tokens.len()), terms.decodes())?;
-            if progress(Progress { done, total: tokens.len() }).is_break() && !last {
+            if progress(Progress { done, total: tokens.len() }).is_break() && !is_last {
                 return Err(cancelled(done, tokens.len()));
             }
         }
@@ -356,9 +363,9 @@ impl Session {
     /// Logits `[vocab]` behind the last token, before softmax. `None` before the first token, and after a `feed` that
     /// stopped half-way (feed on to get them).
     ///
-    /// In a generation on a GPU the device chooses the tokens, and logits that nobody asks for do not leave it. Asking
-    /// gives those that were chosen from, computed again, and the next token's come along; `None` if the device cannot any
-    /// more, which the next call on the session explains.
+    /// On a GPU, logits of a token that was fed alone or chosen by the device do not leave it if nobody asked for the last
+    /// ones. Asking gives them, computed again with the same bits, and the next token's come along; `None` if the device
+    /// cannot any more, which the next call on the session explains.
     pub fn logits(&self) -> Option<&[f32]> {
         self.try_logits().ok().flatten()
     }
@@ -470,7 +477,7 @@ impl Session {
         }
         // the last token is always computed, for its logits
         let rest = self.go_below(position)?;
-        self.run(&rest, LogitRows::Last, None, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
+        self.run(&rest, LogitRows::Last, Last::Come, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
     }
 
     /// Goes back to what the session has in common with `tokens`, and returns how many tokens that is; feed the rest of

@@ -8,7 +8,7 @@
 use std::time::Instant;
 
 use crate::cache::{BLOCK_TOKENS, CacheBytes, CheckpointPolicy};
-use crate::engine::{Pin, Place, Plan, Request, SessionMetrics, Stop, Terms, WhenFull, Work};
+use crate::engine::{Last, Pin, Place, Plan, Request, SessionMetrics, Stop, Terms, WhenFull, Work};
 use crate::error::Result;
 use crate::model::deepseek_v4::LogitRows;
 
@@ -61,7 +61,7 @@ impl Session {
     }
 
     fn bring_back(&self, terms: &Terms) -> Result<()> {
-        let work = |tokens| Work { tokens, logits: LogitRows::None, draw: None, ends: false };
+        let work = |tokens| Work { tokens, logits: LogitRows::None, last: Last::Come, ends: false };
         self.engine.step(&self.cache, work(&[]), terms)?;
         loop {
             let at = self.cache.sequence().len();

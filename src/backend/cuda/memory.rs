@@ -177,6 +177,22 @@ impl Pinned {
     }
 }
 
+impl Pinned {
+    /// Puts `values` at byte `at`, a multiple of their size; the device must not be reading there for anything that counts.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they do not fit.
+    pub(crate) fn put<T: Plain>(&mut self, at: usize, values: &[T]) -> Result<()> {
+        let bytes = size_of_val(values);
+        if at > self.bytes || bytes > self.bytes - at || !at.is_multiple_of(size_of::<T>()) {
+            bail!(InvalidArgument, "{bytes} bytes at {at} of {} pinned ones", self.bytes);
+        }
+        // SAFETY: within the memory, which is aligned to a page; the borrow is exclusive and `values` lie elsewhere.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.address.add(at).cast(), values.len()) };
+        Ok(())
+    }
+}
+
 impl Drop for Pinned {
     fn drop(&mut self) {
         let _current = self.gpu.enter_to_free();

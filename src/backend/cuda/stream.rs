@@ -157,6 +157,29 @@ impl Stream {
         self.synchronize()
     }
 
+    /// Queues a copy of `values` to the device by way of `pinned`, from byte `at` on, which must stay as it is until the next
+    /// [`Self::synchronize`].
+    pub(crate) fn write_later<T: Plain>(
+        &self,
+        to: &Buffer<T>,
+        values: &[T],
+        pinned: &mut Pinned,
+        at: usize,
+    ) -> Result<()> {
+        if values.len() != to.len() {
+            bail!(InvalidArgument, "{} values for a device buffer of {}", values.len(), to.len());
+        }
+        pinned.put(at, values)?;
+        let _current = self.gpu.enter()?;
+        // SAFETY: both sides have this many bytes, `put` has checked it; pinned memory lives until its owner, who waits, drops
+        // it.
+        let status = unsafe {
+            let from = pinned.address().add(at).cast();
+            sys::cuMemcpyHtoDAsync_v2(to.address(), from, to.bytes(), self.raw)
+        };
+        self.gpu.check("copying to the device", status)
+    }
+
     /// The values of a buffer, once everything queued before has ended.
     pub(crate) fn read<T: Plain + Default>(&self, from: &Buffer<T>) -> Result<Vec<T>> {
         let mut values = alloc::zeroed::<T>("values from the device", from.len())?;

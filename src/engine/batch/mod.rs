@@ -271,8 +271,9 @@ impl<J, R> Batcher<J, R> {
         compose(&demands, limits).iter().for_each(|share| tokens[share.index] = share.tokens);
         let mut step = Step { calls: Vec::new(), jobs: Vec::new() };
         let mut fit: Vec<_> = fit.into_iter().zip(tokens).collect();
-        // those with few tokens side by side: a device takes neighbours of a kind together
-        fit.sort_by_key(|&(_, tokens)| tokens);
+        // those with few tokens side by side: a device takes neighbours of a kind together, and has less to be told where
+        // the same callers come in the same order
+        fit.sort_by_key(|(waiting, tokens)| (*tokens, waiting.call.member));
         for (mut waiting, tokens) in fit {
             if tokens == 0 {
                 waiting.call.demand.passed += 1;
@@ -317,6 +318,7 @@ impl<J, R> Batcher<J, R> {
             Ok(Err(error)) => Err(Ok(error)),
             Err(payload) => Err(Err(payload)),
         };
+        let mut told = Vec::new();
         for (Served { mut call, seat }, (job, _)) in calls.into_iter().zip(jobs) {
             let outcome = match &mut results {
                 Ok(results) => match results.next() {
@@ -342,8 +344,11 @@ impl<J, R> Batcher<J, R> {
             if call.returns && outcome.is_ok() {
                 state.away.push(call.member);
             }
-            seat.tell(News::Done(job, outcome));
+            told.push((seat, News::Done(job, outcome)));
         }
+        // those who wake want the lock
+        drop(state);
+        told.into_iter().for_each(|(seat, news)| seat.tell(news));
     }
 
     /// Takes the call out of the queue, if it is still there, since it was stopped.

@@ -1,7 +1,7 @@
-//! Tokens that the device chooses: which wanted rows have a draw, and what comes back of them instead of logits.
+//! Logits that stay on the device: which wanted rows' do, which tokens are chosen from them, and what comes back instead.
 //!
-//! A row that is drawn from leaves its token and its final hidden state, from which [`GpuEngine::logits_of`] computes the
-//! logits again. The choice stands behind the step's flag: where a value was not finite there is no token.
+//! Of such a row comes its final hidden state, from which [`GpuEngine::logits_of`] computes the logits again, and with a
+//! draw its token. The choice stands behind the step's flag: where a value was not finite there is no token.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::alloc;
 use crate::backend::cuda::memory::{Buffer, Pinned, Plain};
 use crate::backend::cuda::ops::{self, DrawWords, EditWords, Sample};
 use crate::backend::cuda::stream::Stream;
-use crate::engine::step::Stepped;
+use crate::engine::step::{Last, Stayed, Stepped};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::Segment;
 use crate::sampler::Draw;
@@ -19,53 +19,74 @@ use crate::sampler::Draw;
 /// Edits of a step: of the longest list, and many of a usual length. Draws whose edits do not fit are left to the host.
 pub(super) const EDITS: usize = 4 * Draw::MAX_EDITS;
 
-/// The draws of a step.
+/// The wanted rows of a step whose logits stay, and the draws among them.
 #[derive(Default)]
 pub(super) struct Choices {
-    /// Segment and place among the wanted rows of each.
-    places: Vec<(usize, usize)>,
+    rows: Vec<Row>,
     /// As the kernel reads them; the row is that within a part of `LOGIT_ROWS` wanted rows.
     pub(super) draws: Vec<DrawWords>,
     pub(super) edits: Vec<EditWords>,
 }
 
+/// A wanted row whose logits stay.
+struct Row {
+    segment: usize,
+    /// Among the wanted rows.
+    place: usize,
+    draw: Option<Draw>,
+}
+
 impl Choices {
-    /// The draws of segments whose last row's logits are wanted, as far as there is room for their edits. `part` rows
-    /// have their logits computed at once.
+    /// Segments whose last row's logits are all they want and need not come, as far as there is room for the edits of
+    /// draws. `part` rows have their logits computed at once.
     ///
     /// # Errors
     /// `OutOfMemory`.
-    pub(super) fn new(segments: &[Segment<'_>], draws: &[Option<&Draw>], part: usize) -> Result<Self> {
+    pub(super) fn new(segments: &[Segment<'_>], lasts: &[&Last], part: usize) -> Result<Self> {
         let mut choices = Self::default();
         let mut place = 0;
         for (i, segment) in segments.iter().enumerate() {
             let wanted = segment.wanted().len();
-            if let (1, Some(Some(draw))) = (wanted, draws.get(i))
-                && choices.edits.len() + draw.edits.len() <= EDITS
-            {
-                alloc::reserve("draws of a step", &mut choices.places, 1)?;
-                alloc::reserve("draws of a step", &mut choices.draws, 1)?;
-                alloc::reserve("edits of a step", &mut choices.edits, draw.edits.len())?;
-                choices.places.push((i, place));
-                choices.draws.push(ops::draw_words(draw, place % part, choices.edits.len())?);
-                choices.edits.extend(draw.edits.iter().map(ops::edit_words));
+            if let (1, Some(last)) = (wanted, lasts.get(i)) {
+                choices.add(i, place, last, part)?;
             }
             place += wanted;
         }
         Ok(choices)
     }
 
-    /// The draws of the wanted rows `part`.
-    fn within(&self, part: &Range<usize>) -> Range<usize> {
-        let first = self.places.partition_point(|&(_, place)| place < part.start);
-        first..self.places.partition_point(|&(_, place)| place < part.end)
+    fn add(&mut self, segment: usize, place: usize, last: &Last, part: usize) -> Result<()> {
+        let draw = match last {
+            Last::Come => return Ok(()),
+            Last::Choose(draw) if self.edits.len() + draw.edits.len() > EDITS => return Ok(()),
+            Last::Choose(draw) => Some(draw),
+            Last::Stay => None,
+        };
+        if let Some(draw) = draw {
+            alloc::reserve("draws of a step", &mut self.draws, 1)?;
+            alloc::reserve("edits of a step", &mut self.edits, draw.edits.len())?;
+            self.draws.push(ops::draw_words(draw, place % part, self.edits.len())?);
+            self.edits.extend(draw.edits.iter().map(ops::edit_words));
+        }
+        alloc::reserve("rows of a step", &mut self.rows, 1)?;
+        self.rows.push(Row { segment, place, draw: draw.cloned() });
+        Ok(())
     }
 
-    /// Runs of the wanted rows `part` that have no draw.
+    /// Those among the wanted rows `part`, and their draws.
+    fn within(&self, part: &Range<usize>) -> (&[Row], Range<usize>) {
+        let first = self.rows.partition_point(|row| row.place < part.start);
+        let rows = &self.rows[first..self.rows.partition_point(|row| row.place < part.end)];
+        let draws = |rows: &[Row]| rows.iter().filter(|row| row.draw.is_some()).count();
+        let before = draws(&self.rows[..first]);
+        (rows, before..before + draws(rows))
+    }
+
+    /// Runs of the wanted rows `part` whose logits come.
     fn others(&self, part: &Range<usize>) -> Vec<Range<usize>> {
-        let drawn = self.places[self.within(part)].iter().map(|&(_, place)| place);
+        let staying = self.within(part).0.iter().map(|row| row.place);
         let (mut runs, mut start) = (Vec::new(), part.start);
-        for place in drawn.chain([part.end]) {
+        for place in staying.chain([part.end]) {
             if start < place {
                 runs.push(start..place);
             }
@@ -75,8 +96,8 @@ impl Choices {
     }
 }
 
-/// Chooses from the logits of the wanted rows `part` and hands what the host wants to `stepped`: tokens and hidden states
-/// of rows that are drawn from, logits of others. Waits for the stream.
+/// Chooses from the logits of the wanted rows `part` and hands what the host wants to `stepped`: hidden states and tokens of
+/// rows whose logits stay, logits of others. Waits for the stream.
 pub(super) fn deliver(
     run: &mut Run<'_>,
     logits: &Buffer<f32>,
@@ -85,7 +106,7 @@ pub(super) fn deliver(
 ) -> Result<()> {
     let (config, scratch, stream, choices) = (run.config, run.scratch, run.stream, run.choices);
     let (d, vocab) = (config.hidden_size, config.vocab_size);
-    let draws = choices.within(&part);
+    let (rows, draws) = choices.within(&part);
     if !draws.is_empty() {
         let sample = Sample {
             logits,
@@ -100,16 +121,22 @@ pub(super) fn deliver(
         bail!(InvalidArgument, "a step without a place for what it gives")
     };
     stream.read_later(&scratch.outcome, outcome)?;
-    if !draws.is_empty() {
-        let mut hidden = Vec::new();
-        append(stream, &scratch.hidden.slice(0..part.len() * d)?, values, &mut hidden)?;
-        let tokens = &outcome.values::<u32>(1 + draws.len())?[1..];
-        for (&token, &(segment, place)) in tokens.iter().zip(&choices.places[draws]) {
-            let row = alloc::copied("a hidden state", &hidden[(place - part.start) * d..][..d])?;
-            let missing = (segment + 1).saturating_sub(stepped.choices.len());
-            alloc::reserve("choices of a step", &mut stepped.choices, missing)?;
-            stepped.choices.extend(std::iter::repeat_with(|| None).take(missing));
-            stepped.choices[segment] = Some((Some(token).filter(|&token| (token as usize) < vocab), row));
+    if !rows.is_empty() {
+        let hidden = &scratch.hidden.slice(0..part.len() * d)?;
+        stream.read_later(hidden, values)?;
+        stream.synchronize()?;
+        let hidden = values.values::<u16>(part.len() * d)?;
+        let mut tokens = outcome.values::<u32>(1 + draws.len())?[1..].iter();
+        for row in rows {
+            let hidden = alloc::copied("a hidden state", &hidden[(row.place - part.start) * d..][..d])?;
+            let choice = row.draw.clone().map(|draw| {
+                let token = tokens.next().copied();
+                (draw, token.filter(|&token| (token as usize) < vocab))
+            });
+            let missing = (row.segment + 1).saturating_sub(stepped.stayed.len());
+            alloc::reserve("rows of a step", &mut stepped.stayed, missing)?;
+            stepped.stayed.extend(std::iter::repeat_with(|| None).take(missing));
+            stepped.stayed[row.segment] = Some(Stayed { hidden, choice });
         }
     }
     for rows in choices.others(&part) {
@@ -149,15 +176,23 @@ mod tests {
     use super::*;
 
     fn choices(places: &[usize]) -> Choices {
-        Choices { places: places.iter().map(|&place| (place, place)).collect(), ..Choices::default() }
+        // every other one is drawn from
+        let draw = |i: usize| (i % 2 == 1).then(|| Sampler::greedy().draw(9).expect("greedy is served"));
+        let row = |(i, &place): (usize, &usize)| Row { segment: place, place, draw: draw(i) };
+        Choices { rows: places.iter().enumerate().map(row).collect(), ..Choices::default() }
     }
 
     #[test]
-    fn rows_without_a_draw_lie_between_those_with_one() {
+    fn rows_whose_logits_come_lie_between_those_whose_stay() {
         let c = choices(&[0, 3, 4, 9]);
         assert_eq!(c.others(&(0..12)), [1..3, 5..9, 10..12]);
         assert_eq!(c.others(&(4..12)), [5..9, 10..12]);
-        assert_eq!((c.within(&(3..9)), c.within(&(10..12))), (1..3, 4..4));
+        let within = |part| {
+            let (rows, draws) = c.within(&part);
+            (rows.iter().map(|row| row.place).collect::<Vec<_>>(), draws)
+        };
+        assert_eq!(within(0..12), (vec![0, 3, 4, 9], 0..2));
+        assert_eq!((within(3..9), within(4..12), within(10..12)), ((vec![3, 4], 0..1), (vec![4, 9], 1..2), (vec![], 2..2)));
         assert_eq!(choices(&[1]).others(&(0..3)), [0..1, 2..3]);
         assert!(choices(&[0, 1]).others(&(0..2)).is_empty() && choices(&[]).others(&(0..0)).is_empty());
     }

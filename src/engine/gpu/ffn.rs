@@ -27,11 +27,12 @@ impl Run<'_> {
         let tokens = self.tables.ids()?;
         let routing = match &w.routing {
             Routing::Bias(bias) => ops::Routing::Bias(bias),
-            Routing::Hash(table) => ops::Routing::Hash { table, tokens: &tokens },
+            Routing::Hash(table) => ops::Routing::Hash(table),
         };
         let route = Route {
             logits: &b.logits,
             routing,
+            tokens: &tokens,
             ids: &b.groups.ids,
             weights: &b.weights,
             experts: c.n_routed_experts,
@@ -55,6 +56,7 @@ impl Run<'_> {
         let (x, y) = (&b.shared_active, Output::Bf16(b.shared.clone()));
         let job = Job { weight, first_row: 0, rows: d, cols: inter, x, x_stride: inter, y, y_stride: d };
         ops::linear(self.stream, &[job], rows, workspace)?;
-        ops::combine(self.stream, &b.routed, &b.shared, &b.groups.places, &self.scratch.output, d)
+        let places = (&b.groups.places, &b.groups.used()?);
+        ops::combine(self.stream, &b.routed, &b.shared, places, &self.scratch.output, d)
     }
 }

@@ -29,21 +29,20 @@ use crate::cache::{CacheLayout, CacheManager, PageMemory};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::{Segment, finite_logits, finite_streams, wanted_rows};
 use crate::model::{Model, Rounding};
-use crate::sampler::Draw;
 use crate::tensor::format::bf16_value;
 
 use self::choices::{Choices, deliver};
 use self::plan::Plan;
 use self::scratch::{LOGIT_ROWS, Scratch, Size};
 use self::step::{PageBuffer, Run, Side};
-use self::tables::{PagesKey, Tables};
+use self::tables::{PagesKey, Tables, pitch};
 use self::weights::{DeviceWeights, Placer, Upload};
 use super::EngineOptions;
-use super::step::Stepped;
+use super::step::{Last, Stepped};
 
 /// Bytes of each half of the upload buffer.
 const UPLOAD_BYTES: usize = 32 << 20;
-/// Rows of logits that reach the host through pinned memory.
+/// Rows of logits that reach the host through pinned memory; hidden states all do.
 const HOST_ROWS: usize = 8;
 /// New rows of a sequence up to which it counts as decoding: attention then cuts each query's keys.
 const DECODE_ROWS: usize = 8;
@@ -72,6 +71,8 @@ struct Queue {
     scratch: Arena,
     /// Tables of the step: the small ones, then the page tables, which stay from step to step.
     words: Buffer<u32>,
+    /// The same on their way.
+    on_the_way: Pinned,
     /// What the page tables on the device were made from.
     resident: Option<PagesKey>,
     graphs: Graphs,
@@ -79,9 +80,9 @@ struct Queue {
     host: [Pinned; 2],
 }
 
-/// Captured steps by rows, visible entries, rows of logits and whether there are two streams; `None` where a shape was
-/// seen once.
-type Graphs = HashMap<(usize, usize, usize, bool), Option<Captured>>;
+/// Captured steps by rows, visible entries, whether there are logits and whether there are two streams; `None` where a
+/// shape was seen once. Rows are rounded up to powers of two, so there are few, and all of them come back.
+type Graphs = HashMap<(usize, usize, bool, bool), Option<Captured>>;
 
 /// A captured step.
 struct Captured {
@@ -139,10 +140,13 @@ impl GpuEngine {
         let side = Side { stream: Stream::new(&gpu)?, forked: Event::new(&gpu)?, joined: Event::new(&gpu)? };
         let words = tables.take("tables of a step", plan.words())?;
         let (scratch, graphs) = (Arena::new(&gpu, plan.step)?, HashMap::new());
-        let logits = HOST_ROWS * config.vocab_size * size_of::<f32>();
+        let values = HOST_ROWS * config.vocab_size * size_of::<f32>();
+        let values = values.max(LOGIT_ROWS * config.hidden_size * size_of::<u16>());
         let outcome = (1 + LOGIT_ROWS) * size_of::<u32>();
-        let host = [Pinned::new(&gpu, outcome)?, Pinned::new(&gpu, logits)?];
-        let queue = Queue { stream, side, one_stream: false, scratch, words, resident: None, graphs, host };
+        let host = [Pinned::new(&gpu, outcome)?, Pinned::new(&gpu, values)?];
+        let on_the_way = Pinned::new(&gpu, words.bytes())?;
+        let (one_stream, resident) = (false, None);
+        let queue = Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, host };
         Ok(Self {
             model: Arc::clone(model),
             rounding: Rounding::from(options.numerics),
@@ -196,18 +200,19 @@ impl GpuEngine {
     }
 
     /// Takes the segments' tokens through the model; as [`Trunk::step`](crate::model::deepseek_v4::Trunk::step), but for
-    /// segments with a draw, whose last row's token is chosen here. On success the segments may be committed, on error
+    /// segments whose last row's logits stay here, perhaps with a token chosen from them. On success the segments may be committed, on error
     /// their sequences are as before.
     pub(super) fn step(
         &self,
         segments: &mut [Segment<'_>],
-        draws: &[Option<&Draw>],
+        lasts: &[&Last],
         between: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<Stepped> {
-        let choices = Choices::new(segments, draws, LOGIT_ROWS)?;
-        self.with_choices(segments, &choices, |run, segments| {
+        let choices = Choices::new(segments, lasts, LOGIT_ROWS)?;
+        let captured = self.captured_rows(segments);
+        self.with_choices(segments, &choices, captured, |run, segments| {
             let graphs = run.graphs.take();
-            if let Some(graphs) = graphs.filter(|_| is_decoding(segments) && !self.gpu.is_careful()) {
+            if let Some(graphs) = graphs.filter(|_| captured.is_some()) {
                 between(0)?;
                 return decode(run, graphs)?.ok_or_else(|| find_not_finite(run, segments));
             }
@@ -234,35 +239,48 @@ impl GpuEngine {
         segments: &mut [Segment<'_>],
         work: impl FnOnce(&mut Run<'_>, &mut [Segment<'_>]) -> Result<T>,
     ) -> Result<T> {
-        self.with_choices(segments, &Choices::default(), work)
+        self.with_choices(segments, &Choices::default(), None, work)
     }
 
-    /// Queues work for the rows of `segments` and waits for it, however it ends: pages may go to others then.
+    /// Rows of the captured step that takes `segments`, if there can be one: the next power of two, where the last ones are
+    /// idle. Each sequence has one new token then, which need not be taken back.
+    fn captured_rows(&self, segments: &[Segment<'_>]) -> Option<usize> {
+        let decodes = segments.iter().all(|s| s.tokens.len() == 1 && s.staged.kept() == 0);
+        let rows = segments.len().next_power_of_two().min(self.plan.rows);
+        let fits = segments.len() <= rows && rows <= LOGIT_ROWS && rows * pitch(segments) <= self.plan.table_blocks;
+        (decodes && fits && !self.gpu.is_careful()).then_some(rows)
+    }
+
+    /// Queues work for the rows of `segments`, filled up to `captured` ones if that is given, and waits for it, however it
+    /// ends: pages may go to others then.
     fn with_choices<T>(
         &self,
         segments: &mut [Segment<'_>],
         choices: &Choices,
+        captured: Option<usize>,
         work: impl FnOnce(&mut Run<'_>, &mut [Segment<'_>]) -> Result<T>,
     ) -> Result<T> {
-        let count = segments.iter().map(|s| s.tokens.len()).sum::<usize>();
+        let tokens = segments.iter().map(|s| s.tokens.len()).sum();
+        let count: usize = captured.unwrap_or(tokens);
         if count > self.plan.rows {
             bail!(InvalidArgument, "a step of {count} tokens on an engine for {} (prefill_chunk)", self.plan.rows);
         }
         // from here on no page changes its number
         let mut queue = self.queue();
-        let key = PagesKey::new(segments);
+        let key = PagesKey::new(segments, count - tokens);
         let wanted: Vec<u32> = wanted_rows(segments).into_iter().map(|row| row as u32).collect();
-        let tables = Tables::new(segments, (&wanted, choices), &key, self.plan.small_words, self.batch_invariant)?;
+        let tables = Tables::new(segments, (&wanted, choices), captured, self.plan.small_words, self.batch_invariant)?;
         if tables.words.len() > self.plan.small_words {
             bail!(InvalidArgument, "a step of {} sequences: too many for its tables", segments.len());
         }
-        let Queue { stream, side, one_stream, scratch, words, resident, graphs, host } = &mut *queue;
-        stream.write(&words.slice(0..tables.words.len())?, &tables.words)?;
+        let Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, host } = &mut *queue;
+        stream.write_later(&words.slice(0..tables.words.len())?, &tables.words, on_the_way, 0)?;
         if resident.as_ref() != Some(&key) {
             *resident = None;
             let pages = tables.page_words(segments)?;
             let first = self.plan.small_words;
-            stream.write(&words.slice(first..first + pages.len())?, &pages)?;
+            let to = words.slice(first..first + pages.len())?;
+            stream.write_later(&to, &pages, on_the_way, first * size_of::<u32>())?;
             *resident = Some(key);
         }
         let config = self.model.config();
@@ -291,11 +309,6 @@ impl GpuEngine {
     }
 }
 
-/// Whether each sequence has one new token, which need not be taken back.
-fn is_decoding(segments: &[Segment<'_>]) -> bool {
-    segments.iter().all(|s| s.tokens.len() == 1 && s.staged.kept() == 0) && segments.len() <= LOGIT_ROWS
-}
-
 /// Everything up to the head.
 fn layers(run: &mut Run<'_>, segments: &mut [Segment<'_>], between: &mut dyn FnMut(usize) -> Result<()>) -> Result<()> {
     run.begin()?;
@@ -309,13 +322,14 @@ fn layers(run: &mut Run<'_>, segments: &mut [Segment<'_>], between: &mut dyn FnM
     run.watch()
 }
 
-/// A step of one token a sequence, committed, as a graph from the second time on that one of its shape is wanted. `None`
-/// if a value was not finite; nothing is committed then. What is chosen is chosen behind the graph.
+/// A step of one token a sequence, and idle rows, committed, as a graph from the second time on that one of its shape is
+/// wanted. `None` if a value was not finite; nothing is committed then. What is chosen is chosen behind the graph.
 fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Stepped>> {
-    let shape = (run.rows, run.tables.tables.visible(), run.tables.tables.wanted(), run.side.is_some());
+    let (wanted, heads) = (run.tables.tables.wanted(), run.tables.tables.heads());
+    let shape = (run.rows, run.tables.tables.visible(), heads > 0, run.side.is_some());
     let queue = |run: &mut Run<'_>| {
         layers(run, &mut [], &mut |_| Ok(()))?;
-        let logits = if shape.2 == 0 { None } else { Some(run.head(0..shape.2)?) };
+        let logits = if heads == 0 { None } else { Some(run.head(0..heads)?) };
         logits.iter().try_for_each(|logits| ops::watch_f32(run.stream, logits, &run.scratch.bad))?;
         // what the last row overwrites is no row that the token's successor sees, so that the host's refusal may come late
         run.commit()?;
@@ -341,7 +355,7 @@ fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Stepped>> {
     };
     let mut stepped = Stepped::default();
     if let Some(logits) = &logits {
-        deliver(run, logits, 0..shape.2, &mut stepped)?;
+        deliver(run, logits, 0..wanted, &mut stepped)?;
     }
     let bad = match run.host.as_deref_mut() {
         // it came with the rest

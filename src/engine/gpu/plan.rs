@@ -37,6 +37,8 @@ pub(super) struct Plan {
     pub(super) tables: u64,
     /// Words of those that are written every step; the page tables come behind them.
     pub(super) small_words: usize,
+    /// Blocks of all sequences of a step together, each with as many as the longest, for which there are page tables.
+    pub(super) table_blocks: usize,
     /// Pages.
     pub(super) cache: u64,
     /// Tokens of the largest step.
@@ -68,7 +70,8 @@ impl Plan {
         let step = arena.used();
 
         let small_words = small_words(layout, rows);
-        let page_words = 2 * blocks.max(TABLE_BLOCKS) * layout.layers.len();
+        let table_blocks = blocks.max(TABLE_BLOCKS);
+        let page_words = 2 * table_blocks * layout.layers.len();
         let tables = FREQUENCY_BYTES + 4 * (small_words + page_words) as u64;
 
         let (free, total) = gpu.memory()?;
@@ -96,7 +99,7 @@ impl Plan {
                 "a cache of {wanted} bytes; on a GPU it grows by {slab} bytes, so at least that many"
             );
         }
-        Ok(Self { weights, step, tables, small_words, cache, rows })
+        Ok(Self { weights, step, tables, small_words, table_blocks, cache, rows })
     }
 }
 

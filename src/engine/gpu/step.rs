@@ -143,6 +143,7 @@ impl Run<'_> {
             sequences: &self.tables.sequences()?,
             bad: &self.scratch.bad,
             window: self.config.sliding_window,
+            most_rows: self.tables.tables.most_rows,
         };
         ops::window_commit(self.stream, &commit)
     }

@@ -1,5 +1,8 @@
 //! What the kernels of a step must know of its rows, sequences and pages: two lists of words, written by the host. The
 //! small one is copied every step; the page tables of entries and keys only when they have changed.
+//!
+//! Behind the step's rows there may be *idle* ones, so that few numbers of rows occur: each a sequence of its own without
+//! pages, whose token is [`IDLE`], at position 0, where it sees no entry.
 
 use std::ops::Range;
 
@@ -8,7 +11,7 @@ use super::choices::Choices;
 use super::scratch::SPLIT_ROWS;
 use crate::alloc;
 use crate::backend::cuda::memory::{Buffer, Plain};
-use crate::backend::cuda::ops::{DrawWords, EditWords, GROUP_ROWS, Group, Sequence};
+use crate::backend::cuda::ops::{DrawWords, EditWords, GROUP_ROWS, Group, IDLE, Sequence};
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::config::LayerKind;
@@ -33,27 +36,34 @@ pub(super) fn table_blocks(blocks: usize) -> usize {
 pub(super) struct PagesKey {
     /// Version of each sequence's table, and its blocks.
     sequences: Vec<(u64, usize)>,
+    /// Rows of no sequence behind them.
+    idle: usize,
 }
 
 impl PagesKey {
-    pub(super) fn new(segments: &[Segment<'_>]) -> Self {
-        Self { sequences: segments.iter().map(|s| (s.cache.version(), s.cache.table_len())).collect() }
+    pub(super) fn new(segments: &[Segment<'_>], idle: usize) -> Self {
+        Self { sequences: segments.iter().map(|s| (s.cache.version(), s.cache.table_len())).collect(), idle }
     }
+}
 
-    /// Blocks of each row of the tables.
-    pub(super) fn pitch(&self) -> usize {
-        table_blocks(self.sequences.iter().map(|s| s.1).max().unwrap_or(0))
-    }
+/// Blocks of each row of the page tables of `segments`.
+pub(super) fn pitch(segments: &[Segment<'_>]) -> usize {
+    table_blocks(segments.iter().map(|s| s.cache.table_len()).max().unwrap_or(0))
 }
 
 /// The small words of a step and where each table lies.
 pub(super) struct Tables {
     pub(super) words: Vec<u32>,
+    /// With the idle ones.
     pub(super) sequences: usize,
+    /// Most new tokens of a sequence.
+    pub(super) most_rows: usize,
     /// Blocks of each row of the page tables of entries and keys.
     pitch: usize,
-    /// Rows whose logits are wanted.
-    wanted: Range<usize>,
+    /// Rows whose logits are computed: those that are wanted, and in a step with idle rows others behind them.
+    heads: Range<usize>,
+    /// How many are wanted.
+    wanted: usize,
     /// `[rows]` each.
     ids: Range<usize>,
     positions: Range<usize>,
@@ -140,30 +150,36 @@ pub(super) enum Kind {
 }
 
 impl Tables {
-    /// Tables of a step whose `wanted` rows get logits. Those of entries and keys begin at word `pages_at`. All sequences
-    /// are treated as short ones if `invariant`.
+    /// Tables of a step whose `wanted` rows get logits, filled up to `captured` rows if that is given: such a step computes
+    /// logits for as many rows or none. Those of entries and keys begin at word `pages_at`. All sequences are treated as
+    /// short ones if `invariant`.
     ///
     /// # Errors
     /// `OutOfMemory`.
     pub(super) fn new(
         segments: &[Segment<'_>],
         (wanted, choices): (&[u32], &Choices),
-        key: &PagesKey,
+        captured: Option<usize>,
         pages_at: usize,
         invariant: bool,
     ) -> Result<Self> {
-        let rows: usize = segments.iter().map(|s| s.tokens.len()).sum();
+        let count = segments.iter().map(|s| s.tokens.len()).sum();
+        let rows = captured.unwrap_or(count);
+        let idle = rows - count;
         let caches: Vec<&SequenceCache> = segments.iter().map(|s| s.cache).collect();
-        let mut w = Writer { words: Vec::new() };
-        let wanted = w.table(wanted.len(), wanted.iter().copied())?;
-        let ids = w.table(rows, segments.iter().flat_map(|s| s.tokens.iter().copied()))?;
+        let all = segments.len() + idle;
+        let mut w = Writer { words: Vec::new(), idle };
+        let computed = if wanted.is_empty() { 0 } else { captured.unwrap_or(wanted.len()) };
+        let heads = w.table(computed, wanted.iter().copied().chain(std::iter::repeat(0)).take(computed))?;
+        let idle_of = |value: u32| std::iter::repeat_n(value, idle);
+        let ids = w.table(rows, segments.iter().flat_map(|s| s.tokens.iter().copied()).chain(idle_of(IDLE)))?;
         let of_rows = |segment: &Segment<'_>| segment.staged.start..segment.staged.start + segment.tokens.len();
-        let positions = w.table(rows, segments.iter().flat_map(of_rows).map(|p| p as u32))?;
+        let positions = w.table(rows, segments.iter().flat_map(of_rows).map(|p| p as u32).chain(idle_of(0)))?;
         let numbers = segments.iter().enumerate().flat_map(|(i, s)| s.tokens.iter().map(move |_| i as u32));
-        let sequence = w.table(rows, numbers)?;
+        let sequence = w.table(rows, numbers.chain(segments.len() as u32..all as u32))?;
 
-        let mut sequences = alloc::with_capacity("sequences of a step", segments.len())?;
-        let mut group_list = alloc::with_capacity("row groups of a step", rows.div_ceil(GROUP_ROWS) + segments.len())?;
+        let mut sequences = alloc::with_capacity("sequences of a step", all)?;
+        let mut group_list = alloc::with_capacity("row groups of a step", rows.div_ceil(GROUP_ROWS) + all)?;
         let mut first_row = 0;
         for (i, s) in segments.iter().enumerate() {
             let (start, count) = (s.staged.start as u32, s.tokens.len() as u32);
@@ -175,9 +191,16 @@ impl Tables {
             }
             first_row += count;
         }
+        for i in segments.len()..all {
+            sequences.push(Sequence { start: 0, first_row, rows: 0, unused: 0 });
+            group_list.push(Group { sequence: i as u32, first_row, rows: 1, position: 0 });
+            first_row += 1;
+        }
         let flat = sequences.iter().flat_map(|s: &Sequence| [s.start, s.first_row, s.rows, s.unused]);
         let list = w.table(4 * sequences.len(), flat)?;
-        let launches = launches(segments.iter().map(|s| s.tokens.len()), invariant);
+        let counts = segments.iter().map(|s| s.tokens.len());
+        let most_rows = counts.clone().max().unwrap_or(0);
+        let launches = launches(counts.chain(std::iter::repeat_n(1, idle)), invariant);
         let flat = sequences.iter().flat_map(|s: &Sequence| {
             let row = s.first_row as usize;
             let launch =
@@ -192,14 +215,18 @@ impl Tables {
             return Err(Error::new(ErrorKind::InvalidArgument, "a step without sequences"));
         };
         let ring_pages = layout.ring_pages();
-        let all = (0..layout.layers.len()).flat_map(|layer| caches.iter().flat_map(move |c| c.ring_ids(layer)));
-        let rings = w.table(layout.layers.len() * caches.len() * ring_pages, all)?;
-        let pitch = key.pitch();
+        let of_layer = |layer| {
+            let ids = caches.iter().flat_map(move |c| c.ring_ids(layer));
+            ids.chain(std::iter::repeat_n(0, idle * ring_pages))
+        };
+        let of_layers = (0..layout.layers.len()).flat_map(of_layer);
+        let rings = w.table(layout.layers.len() * all * ring_pages, of_layers)?;
+        let pitch = pitch(segments);
         let mut layers = alloc::with_capacity("layer tables", layout.layers.len())?;
         let mut pages = pages_at;
         let mut next = |tables: usize| {
             let start = pages;
-            pages += tables * pitch * caches.len();
+            pages += tables * pitch * all;
             start..pages
         };
         for (i, layer) in layout.layers.iter().enumerate() {
@@ -225,11 +252,13 @@ impl Tables {
         let edits = w.table(choices.edits.as_flattened().len(), choices.edits.as_flattened().iter().copied())?;
         let words = w.words;
         let first_rows = sequences.iter().map(|s| s.first_row as usize).collect();
-        let sequences = segments.len();
+        let (sequences, wanted) = (all, wanted.len());
         Ok(Self {
             words,
             sequences,
+            most_rows,
             pitch,
+            heads,
             wanted,
             ids,
             positions,
@@ -255,7 +284,12 @@ impl Tables {
 
     /// Number of rows whose logits are wanted.
     pub(super) fn wanted(&self) -> usize {
-        self.wanted.len()
+        self.wanted
+    }
+
+    /// Number of rows whose logits a step computes that goes through all rows alike.
+    pub(super) fn heads(&self) -> usize {
+        self.heads.len()
     }
 
     /// Page tables of entries and keys, in the order of the layers: `[tables, sequences, pitch]`. Behind a sequence's last
@@ -267,12 +301,15 @@ impl Tables {
         let tables = self.layers.iter().flat_map(|t| [&t.entries, &t.keys]).map(Range::len);
         let mut words = alloc::with_capacity("page tables of a step", tables.sum())?;
         for (i, t) in self.layers.iter().enumerate() {
+            let first = words.len();
             for segment in segments.iter().filter(|_| !t.entries.is_empty()) {
                 words.extend(segment.cache.entry_ids(i).chain(std::iter::repeat(0)).take(self.pitch));
             }
+            words.resize(first + t.entries.len(), 0);
             for segment in segments.iter().filter(|_| !t.keys.is_empty()) {
                 words.extend(segment.cache.key_ids(i).chain(std::iter::repeat(0)).take(self.pitch));
             }
+            words.resize(first + t.entries.len() + t.keys.len(), 0);
         }
         Ok(words)
     }
@@ -337,9 +374,9 @@ pub(super) struct OnDevice<'a> {
 }
 
 impl OnDevice<'_> {
-    /// Rows `part` of those whose logits are wanted.
+    /// Rows `part` of those whose logits are computed, the wanted ones first.
     pub(super) fn wanted(&self, part: Range<usize>) -> Result<Buffer<u32>> {
-        let first = self.tables.wanted.start;
+        let first = self.tables.heads.start;
         self.words.slice(first + part.start..first + part.end)
     }
 
@@ -423,6 +460,7 @@ impl OnDevice<'_> {
 
 struct Writer {
     words: Vec<u32>,
+    idle: usize,
 }
 
 impl Writer {
@@ -451,14 +489,15 @@ impl Writer {
         })
     }
 
-    /// Appends the lists of all sequences, which have one length.
+    /// Appends the lists of all sequences, which have one length, and zeros for the idle ones.
     fn equal<'a, I: Iterator<Item = u32>>(
         &mut self,
         caches: &[&'a SequenceCache],
         list: impl Fn(&'a SequenceCache) -> I,
     ) -> Result<Range<usize>> {
-        let len = caches.iter().map(|c| list(c).count()).sum();
-        self.table(len, caches.iter().flat_map(|c| list(c)))
+        let idle = self.idle * caches.first().map_or(0, |c| list(c).count());
+        let len = caches.iter().map(|c| list(c).count()).sum::<usize>() + idle;
+        self.table(len, caches.iter().flat_map(|c| list(c)).chain(std::iter::repeat_n(0, idle)))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::{Engine, Pin, Plan, Request, Slot, Stop, Work};
+use super::super::{Engine, Last, Pin, Plan, Request, Slot, Stop, Work};
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment};
@@ -59,7 +59,7 @@ impl Timing {
         let terms = self.engine.begin(Request { tokens, stop, priority: 0, leads: true, waits: false, plan });
         let mut rest = ids;
         loop {
-            let work = Work { tokens: rest, logits: LogitRows::Last, draw: None, ends: true };
+            let work = Work { tokens: rest, logits: LogitRows::Last, last: Last::Come, ends: true };
             let done = self.engine.step(&self.slot, work, &terms)?;
             rest = &rest[done.tokens..];
             if rest.is_empty() {

@@ -4,7 +4,7 @@ use super::lab::{Lab, different, different_bits, distance, matrix};
 use crate::backend::cpu::moe as cpu_moe;
 use crate::backend::cpu::norm::store_bf16;
 use crate::backend::cuda::memory::Buffer;
-use crate::backend::cuda::ops::{self, ExpertFormat, Experts, Grouping, Product, Route, Routing};
+use crate::backend::cuda::ops::{self, ExpertFormat, Experts, Grouping, IDLE, Product, Route, Routing};
 use crate::error::Result;
 use crate::tensor::format::{bf16_value, e4m3_round_trip};
 use crate::tensor::{MatrixFormat, MatrixRef, Scales};
@@ -20,20 +20,29 @@ pub(super) fn route(lab: &mut Lab<'_>) -> Result<()> {
         let bias = lab.normal(experts, 0.5);
         let vocab = 50;
         let table: Vec<i64> = (0..vocab * top_k).map(|i| ((i / top_k * 7 + i % top_k * 3) % experts) as i64).collect();
-        let token_ids: Vec<u32> = (0..tokens).map(|_| lab.below(vocab) as u32).collect();
+        let mut token_ids: Vec<u32> = (0..tokens).map(|_| lab.below(vocab) as u32).collect();
+        // rows that are there to fill a step up
+        token_ids.iter_mut().skip(3).step_by(5).for_each(|id| *id = IDLE);
         let (d_logits, d_bias, d_table) = (lab.put(&logits)?, lab.put(&bias)?, lab.put(&table)?);
         let d_tokens = lab.put(&token_ids)?;
         for hash in [false, true] {
             let (ids, weights) = (lab.output(tokens * top_k)?, lab.output(tokens * top_k)?);
-            let routing =
-                if hash { Routing::Hash { table: &d_table, tokens: &d_tokens } } else { Routing::Bias(&d_bias) };
-            let a = Route { logits: &d_logits, routing, ids: &ids, weights: &weights, experts, top_k, scale: 1.5 };
+            let routing = if hash { Routing::Hash(&d_table) } else { Routing::Bias(&d_bias) };
+            let a = {
+                let (logits, tokens, ids, weights) = (&d_logits, &d_tokens, &ids, &weights);
+                Route { logits, routing, tokens, ids, weights, experts, top_k, scale: 1.5 }
+            };
             ops::route(&lab.stream, &a)?;
             let mut want_ids = vec![0; tokens * top_k];
             let mut want = vec![0.0; tokens * top_k];
             for t in 0..tokens {
                 let a: Vec<f32> = logits[t * experts..][..experts].iter().map(|&z| cpu_moe::affinity(z)).collect();
                 let ids = &mut want_ids[t * top_k..][..top_k];
+                if token_ids[t] == IDLE {
+                    ids.fill(experts as u32);
+                    want[t * top_k..][..top_k].fill(f32::NAN);
+                    continue;
+                }
                 if hash {
                     for (id, e) in ids.iter_mut().zip(&table[token_ids[t] as usize * top_k..]) {
                         *id = *e as u32;
@@ -60,6 +69,11 @@ pub(super) fn route(lab: &mut Lab<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Lets every third row do nothing.
+fn rest(ids: &mut [u32], experts: usize, top_k: usize) {
+    ids.chunks_exact_mut(top_k).skip(1).step_by(3).for_each(|ids| ids.fill(experts as u32));
+}
+
 fn grouping(lab: &mut Lab<'_>, ids: &[u32], experts: usize) -> Result<Grouping> {
     let ids = lab.put(ids)?;
     Grouping::new(&mut lab.arena, ids, experts)
@@ -79,8 +93,12 @@ fn random_ids(lab: &mut Lab<'_>, tokens: usize, experts: usize, top_k: usize) ->
 }
 
 pub(super) fn group(lab: &mut Lab<'_>) -> Result<()> {
-    for (tokens, experts, top_k) in [(1, 8, 2), (3, 256, 6), (500, 256, 6), (700, 5, 2), (9, 512, 16)] {
-        let ids = random_ids(lab, tokens, experts, top_k);
+    let shapes = [(1, 8, 2), (3, 256, 6), (500, 256, 6), (700, 5, 2), (9, 512, 16)];
+    for ((tokens, experts, top_k), rests) in shapes.into_iter().flat_map(|shape| [(shape, false), (shape, true)]) {
+        let mut ids = random_ids(lab, tokens, experts, top_k);
+        if rests {
+            rest(&mut ids, experts, top_k);
+        }
         let groups = grouping(lab, &ids, experts)?;
         ops::group(&lab.stream, &groups)?;
         let mut order: Vec<u32> = (0..ids.len() as u32).collect();
@@ -102,7 +120,8 @@ pub(super) fn group(lab: &mut Lab<'_>) -> Result<()> {
             + different(&lab.get(&groups.active)?[..active.len()], &active)
             + different(&got_tiles, &tiles)
             + different(&lab.get(&groups.totals)?, &[active.len() as u32, tiles.len() as u32]);
-        lab.report("group", format!("{tokens} tokens, {top_k} of {experts}"), wrong, 0.0);
+        let rests = if rests { ", some idle" } else { "" };
+        lab.report("group", format!("{tokens} tokens, {top_k} of {experts}{rests}"), wrong, 0.0);
     }
     Ok(())
 }
@@ -265,6 +284,8 @@ pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
         let (x, logits) = (lab.put_bf16(&x)?, lab.put(&logits)?);
         let ids = vec![0; tokens * top_k];
         let groups = grouping(lab, &ids, experts)?;
+        let token_ids: Vec<u32> = (0..tokens as u32).map(|t| if t % 4 == 1 { IDLE } else { t }).collect();
+        let token_ids = lab.put(&token_ids)?;
         let (weights, places) = (lab.output::<f32>(tokens * top_k)?, tokens * top_k);
         let (up, act, down) =
             (lab.output(places * 2 * inter)?, lab.output(places * inter)?, lab.output(places * hidden)?);
@@ -273,10 +294,11 @@ pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
         let once = |lab: &Lab<'_>| -> Result<()> {
             let (s, g) = (&lab.stream, &groups);
             let routing = Routing::Bias(&bias);
-            ops::route(
-                s,
-                &Route { logits: &logits, routing, ids: &groups.ids, weights: &weights, experts, top_k, scale: 1.5 },
-            )?;
+            let a = {
+                let (logits, tokens, ids, weights) = (&logits, &token_ids, &g.ids, &weights);
+                Route { logits, routing, tokens, ids, weights, experts, top_k, scale: 1.5 }
+            };
+            ops::route(s, &a)?;
             ops::group(s, g)?;
             let (matrices, format) = ([w1.experts(), w3.experts()], ExpertFormat::E2m1);
             let (rows, cols) = (inter, hidden);
@@ -286,7 +308,7 @@ pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
             let (matrices, rows, cols) = ([w2.experts()], hidden, inter);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
             ops::expert_product(s, g, &a, Some(&workspace))?;
-            ops::combine(s, &down, &x, &groups.places, &y, hidden)
+            ops::combine(s, &down, &x, (&groups.places, &groups.used()?), &y, hidden)
         };
         let was_careful = lab.gpu.is_careful();
         lab.gpu.set_careful(true);
@@ -345,14 +367,19 @@ pub(super) fn combine(lab: &mut Lab<'_>) -> Result<()> {
             let other = lab.below(i + 1);
             places.swap(i, other);
         }
+        // the last row is idle: its places are behind the others', and nobody has written there
+        let used = if tokens > 1 { (tokens - 1) * top_k } else { top_k };
+        places.sort_by_key(|&place| place as usize >= used);
+        let mut routed = routed;
+        routed[used * width..].fill(f32::NAN);
         let (d_routed, d_shared, d_places) = (lab.put_bf16(&routed)?, lab.put_bf16(&shared)?, lab.put(&places)?);
-        let out = lab.output(tokens * width)?;
-        ops::combine(&lab.stream, &d_routed, &d_shared, &d_places, &out, width)?;
+        let (out, d_used) = (lab.output(tokens * width)?, lab.put(&[used as u32])?);
+        ops::combine(&lab.stream, &d_routed, &d_shared, (&d_places, &d_used), &out, width)?;
         let mut want = vec![0.0f32; tokens * width];
         for (t, want) in want.chunks_exact_mut(width).enumerate() {
             let mut sorted = places[t * top_k..][..top_k].to_vec();
             sorted.sort_unstable();
-            for place in sorted {
+            for place in sorted.into_iter().filter(|&place| (place as usize) < used) {
                 let row = &routed[place as usize * width..][..width];
                 want.iter_mut().zip(row).for_each(|(w, r)| *w += r);
             }

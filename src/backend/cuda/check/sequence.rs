@@ -8,7 +8,7 @@ use crate::backend::cpu::norm::{head_norm, rms_norm, store_bf16};
 use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::ops::{
     self, Compress, Compressor, GROUP_ROWS, Group, HEAD_DIM, INDEX_DIM, IndexQuery, Insert, Pages, ROW_BYTES, Scores,
-    TopK, WindowCommit,
+    Sequence, TopK, WindowCommit,
 };
 use crate::error::Result;
 use crate::model::config::LayerKind;
@@ -85,6 +85,7 @@ fn commit(lab: &mut Lab<'_>) -> Result<()> {
                 sequences: &step.d_sequences,
                 bad: &flag,
                 window,
+                most_rows: step.len(),
             };
             ops::window_commit(&lab.stream, &a)?;
             for (i, row) in staged.chunks_exact(ROW_BYTES).enumerate().filter(|_| bad == 0) {
@@ -153,7 +154,39 @@ pub(super) fn compress(lab: &mut Lab<'_>) -> Result<()> {
     for kind in [Compressor::Main4, Compressor::Index4, Compressor::Main128] {
         lab.clear()?;
         run_compressor(lab, kind)?;
+        lab.clear()?;
+        rest(lab, kind)?;
     }
+    Ok(())
+}
+
+/// An idle row writes nothing, whatever pages its tables would say.
+fn rest(lab: &mut Lab<'_>, kind: Compressor) -> Result<()> {
+    let (width, dim, ratio) = (kind.width(), kind.dim(), kind.ratio());
+    let step = Step::new(lab, &[(0, 1)])?;
+    let idle = lab.put(&[Sequence { start: 0, first_row: 0, rows: 0, unused: 0 }])?;
+    let state_pages = (4 * kind.state_len()).div_ceil(kind.page_bytes());
+    let pages = Table::new(lab, 1, state_pages, kind.page_bytes());
+    let (on_device, before) = (pages.put(lab)?, pages.memory.clone());
+    let (values, ape, norm) = (lab.normal(width, 1.0), lab.normal(ratio * width, 1.0), lab.around_one(dim));
+    let (values, ape, norm) = (lab.put(&values)?, lab.put(&ape)?, lab.put(&norm)?);
+    let a = Compress {
+        kind,
+        values: &values,
+        gates: &values,
+        ape: &ape,
+        norm: &norm,
+        turns: &step.turns(if ratio == 4 { 2 } else { 3 })?,
+        sequence: &step.d_sequence,
+        sequences: &idle,
+        entries: pages.pages(&on_device),
+        state: pages.pages(&on_device),
+        fresh: pages.pages(&on_device),
+        eps: EPS,
+    };
+    ops::compress(&lab.stream, &a)?;
+    let wrong = different(&lab.get(&on_device.0)?, &before);
+    lab.report("compress, idle row", format!("{kind:?}"), wrong, 0.0);
     Ok(())
 }
 
@@ -219,9 +252,9 @@ pub(super) fn far_writes(lab: &mut Lab<'_>) -> Result<()> {
                 let ring: Vec<u32> = table(3, 2).collect();
                 let ring = lab.put(&ring)?;
                 let ring = Pages { memory: &memory, ids: &ring, pitch: 2, page_bytes: bytes };
-                let (layers, window, bad) = (1, 128, &good);
+                let (layers, window, bad, most_rows) = (1, 128, &good, rows);
                 let sequences = &step.d_sequences;
-                let a = WindowCommit { staged: &d_staged, ring, layers, sequences, bad, window };
+                let a = WindowCommit { staged: &d_staged, ring, layers, sequences, bad, window, most_rows };
                 ops::window_commit(&lab.stream, &a)?;
             }
             results.push((0..used).map(|i| lab.get(&page(i)?)).collect::<Result<Vec<_>>>()?.concat());

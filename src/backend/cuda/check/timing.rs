@@ -338,7 +338,7 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
             up_call(stream, i)?;
             ops::swiglu(stream, &up, &act, inter, Some((&weights, &g.order)), 10.0, true)?;
             down_call(stream, i)?;
-            ops::combine(stream, &down, &shared, &g.places, &y, D)
+            ops::combine(stream, &down, &shared, (&g.places, &g.used()?), &y, D)
         })?;
     }
     Ok(())

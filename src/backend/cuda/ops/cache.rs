@@ -13,7 +13,7 @@ pub(crate) struct Sequence {
     pub(crate) start: u32,
     /// Row of that token in the step.
     pub(crate) first_row: u32,
-    /// New tokens.
+    /// New tokens; 0 for an idle row, which is a sequence without pages.
     pub(crate) rows: u32,
     /// 0.
     pub(crate) unused: u32,
@@ -138,6 +138,8 @@ pub(crate) struct WindowCommit<'a> {
     /// `[1]`: if it is not 0, nothing is moved.
     pub(crate) bad: &'a Buffer<u32>,
     pub(crate) window: usize,
+    /// Most rows of any sequence.
+    pub(crate) most_rows: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -170,7 +172,7 @@ pub(crate) fn window_commit(stream: &Stream, a: &WindowCommit<'_>) -> Result<()>
         window: word("sliding_window", a.window)?,
     };
     let kernel = stream.gpu().kernel("window_commit")?;
-    let grid = [a.window.min(staged_bytes / ROW_BYTES), sequences, layers];
+    let grid = [a.window.min(a.most_rows), sequences, layers];
     // SAFETY: sizes checked above; the sequences' rows and the page ids are the caller's promise.
     unsafe { stream.launch(kernel, Launch { grid, block: 96, shared: 0 }, &params) }
 }
@@ -311,7 +313,7 @@ impl Compress<'_> {
 }
 
 /// Feeds the rows to a compressor: entries they complete go to their pages, the new state to `fresh`. Each sequence has
-/// at least one row.
+/// at least one row; one that says 0 is idle, with a row whose position is 0.
 pub(crate) fn compress(stream: &Stream, a: &Compress<'_>) -> Result<()> {
     let params = a.params()?;
     let kernel = stream.gpu().kernel(match a.kind {

@@ -39,6 +39,8 @@ pub(crate) const INDEX_DIM: usize = 128;
 /// Bytes of a stored KV row and of an index key.
 pub(crate) const ROW_BYTES: usize = 584;
 pub(crate) const KEY_BYTES: usize = 68;
+/// Token of a row that does nothing: its streams are zeros, no expert has it, nothing of it is kept.
+pub(crate) const IDLE: u32 = u32::MAX;
 /// Residual streams.
 pub(crate) const STREAMS: usize = 4;
 /// Rows longer than this do not fit the registers of one block.

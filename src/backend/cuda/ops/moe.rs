@@ -16,8 +16,8 @@ pub(crate) const FEW_TOKENS: usize = 64;
 pub(crate) enum Routing<'a> {
     /// By affinity plus this bias `[experts]`.
     Bias(&'a Buffer<f32>),
-    /// By token id: table `[vocab, top_k]` and the ids `[tokens]`.
-    Hash { table: &'a Buffer<i64>, tokens: &'a Buffer<u32> },
+    /// By token id: table `[vocab, top_k]`.
+    Hash(&'a Buffer<i64>),
 }
 
 /// Arguments of [`route`].
@@ -25,6 +25,8 @@ pub(crate) struct Route<'a> {
     /// `[tokens, experts]`.
     pub(crate) logits: &'a Buffer<f32>,
     pub(crate) routing: Routing<'a>,
+    /// `[tokens]` ids; [`super::IDLE`] chooses nobody, which is expert `experts`.
+    pub(crate) tokens: &'a Buffer<u32>,
     /// `[tokens, top_k]`, best first.
     pub(crate) ids: &'a Buffer<u32>,
     /// `[tokens, top_k]`.
@@ -65,24 +67,24 @@ pub(crate) fn route(stream: &Stream, a: &Route<'_>) -> Result<()> {
     exact("the expert ids", a.ids, tokens * a.top_k)?;
     exact("the expert weights", a.weights, tokens * a.top_k)?;
     exact("the router logits", a.logits, tokens * a.experts)?;
-    let (mut bias, mut table, mut ids) = (0, 0, 0);
+    exact("the token ids", a.tokens, tokens)?;
+    let (mut bias, mut table) = (0, 0);
     match a.routing {
         Routing::Bias(b) => {
             exact("the router bias", b, a.experts)?;
             bias = b.address();
         }
         // token ids were checked against the vocabulary when the step was made
-        Routing::Hash { table: t, tokens: of } => {
-            exact("the token ids", of, tokens)?;
+        Routing::Hash(t) => {
             multiple("the length of the routing table", t.len(), a.top_k)?;
-            (table, ids) = (t.address(), of.address());
+            table = t.address();
         }
     }
     let params = RouteParams {
         logits: a.logits.address(),
         bias,
         table,
-        tokens: ids,
+        tokens: a.tokens.address(),
         ids: a.ids.address(),
         weights: a.weights.address(),
         count: word("tokens", tokens)?,
@@ -97,13 +99,13 @@ pub(crate) fn route(stream: &Stream, a: &Route<'_>) -> Result<()> {
 
 /// Assignments sorted by expert. All buffers but `ids` are written by [`group`].
 pub(crate) struct Grouping {
-    /// `[assignments]` expert of each.
+    /// `[assignments]` expert of each; from the number of experts on, nobody's.
     pub(crate) ids: Buffer<u32>,
     /// `[assignments]` assignment of each place.
     pub(crate) order: Buffer<u32>,
     /// `[assignments]` place of each assignment.
     pub(crate) places: Buffer<u32>,
-    /// `[experts + 1]`.
+    /// `[experts + 1]` first place of each expert, and of nobody's.
     pub(crate) bounds: Buffer<u32>,
     /// `[experts]`.
     pub(crate) active: Buffer<u32>,
@@ -130,6 +132,11 @@ impl Grouping {
             ids,
             experts,
         })
+    }
+
+    /// `[1]`: the first place that is nobody's.
+    pub(crate) fn used(&self) -> Result<Buffer<u32>> {
+        self.bounds.slice(self.experts..self.experts + 1)
     }
 
     pub(super) fn most_tiles(&self) -> usize {
@@ -170,7 +177,7 @@ pub(crate) fn group(stream: &Stream, g: &Grouping) -> Result<()> {
     };
     let kernel = stream.gpu().kernel("group")?;
     // SAFETY: sizes checked above.
-    unsafe { stream.launch(kernel, rows(g.experts, 256), &params) }
+    unsafe { stream.launch(kernel, rows(g.experts + 1, 256), &params) }
 }
 
 /// One matrix of every expert.
@@ -353,6 +360,7 @@ struct CombineParams {
     routed: u64,
     shared: u64,
     places: u64,
+    used: u64,
     out: u64,
     width: u32,
     top_k: u32,
@@ -360,12 +368,13 @@ struct CombineParams {
 // SAFETY: mirrors `CombineParams`.
 unsafe impl Params for CombineParams {}
 
-/// Adds each token's experts in order of id, then the shared expert: `[tokens, width]`.
+/// Adds each token's experts in order of id, then the shared expert: `[tokens, width]`. Places from `used` `[1]` on count
+/// for nothing.
 pub(crate) fn combine(
     stream: &Stream,
     routed: &Buffer<u16>,
     shared: &Buffer<u16>,
-    places: &Buffer<u32>,
+    (places, used): (&Buffer<u32>, &Buffer<u32>),
     out: &Buffer<u16>,
     width: usize,
 ) -> Result<()> {
@@ -379,10 +388,12 @@ pub(crate) fn combine(
         bail!(InvalidArgument, "{} places for {tokens} tokens", places.len());
     }
     at_least("the places of assignments", places, tokens)?;
+    exact("the number of places", used, 1)?;
     let params = CombineParams {
         routed: routed.address(),
         shared: shared.address(),
         places: places.address(),
+        used: used.address(),
         out: out.address(),
         width: word("hidden_size", width)?,
         top_k: top_k as u32,

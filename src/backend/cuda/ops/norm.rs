@@ -18,6 +18,7 @@ struct EmbedParams {
 unsafe impl Params for EmbedParams {}
 
 /// Embedding rows of `ids` `[rows]`, repeated for each stream: `streams` `[rows, STREAMS, width]`; `table` `[vocab, width]`.
+/// A row of [`super::IDLE`] is zeros.
 pub(crate) fn embed(
     stream: &Stream,
     table: &Buffer<u16>,
