@@ -147,6 +147,7 @@ fn help_explains_every_option_of_every_command() {
         "--bandwidth",
         "--layers",
         "--sessions",
+        "--max-context",
         "--seed",
         "--json",
         "--csv",
@@ -609,6 +610,34 @@ fn bench_measures_sessions_that_decode_together_and_beside_a_prompt() {
         assert!(r["tokens_per_second"].as_f64().unwrap() > 0.0);
         assert_eq!(r["reader_tokens_per_second"].is_f64(), r["reading"] == 20, "{r}");
     }
+}
+
+/// The table of what sessions cost: the plan is kept to the byte, however many there are.
+#[test]
+fn bench_says_what_sessions_take_beside_the_plan_and_a_cache_in_one_piece() {
+    let sessions = ["bench", MODEL, "--sessions", "1,2,5", "--context", "300", "--max-context", "16384"];
+    let rest = ["--prefill", "0", "--decode", "3", "--repetitions", "1"];
+    let rows = json(&[&sessions[..], &rest[..], &["--json"]].concat());
+    let cache = |r: &Value, key: &str| r["cache_bytes"][key].as_u64().unwrap();
+    let rows = rows.as_array().unwrap();
+    let of_one = &rows[0];
+    for (r, count) in rows.iter().zip([1, 2, 5]) {
+        assert_eq!((r["sessions"].as_u64(), r["context"].as_u64()), (Some(count), Some(300)));
+        for key in ["own", "planned", "contiguous"] {
+            assert_eq!(cache(r, key), count * cache(of_one, key), "{key}: nothing is shared");
+        }
+        assert_eq!(cache(r, "own"), cache(r, "planned"));
+        // a session also marks its prompt's end, with a state of its own
+        assert!((cache(r, "planned")..2 * cache(r, "planned")).contains(&cache(r, "used")), "{r}");
+        assert!(cache(r, "used") < cache(r, "contiguous"), "{r}");
+        let a_step = r["tokens_per_step"].as_f64().unwrap();
+        assert!(1.0 <= a_step && a_step <= count as f64, "{r}");
+        assert!(r["ms_per_step"].as_f64().unwrap() > 0.0, "{r}");
+    }
+    let table = ok(&[&sessions[..], &rest[..]].concat());
+    assert_eq!(table.lines().count(), 2 + 3, "{table}");
+    fails(&["bench", MODEL, "--sessions", "1", "--max-context", "70000", "--prefill", "0"], &["70000", "65536"]);
+    misused(&["bench", MODEL, "--max-context", "70000"], "--sessions");
 }
 
 #[test]

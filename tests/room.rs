@@ -19,6 +19,8 @@ use dsv4::{
     CallOptions, DegradedMode, Engine, EngineMetrics, EngineOptions, ErrorKind, Session, SessionOptions, WhenFull,
 };
 
+/// Bytes by which a cache on a device grows.
+const SLAB: u64 = 635_392;
 /// Longest timeline: two blocks and a part.
 const LONGEST: usize = 600;
 
@@ -39,6 +41,10 @@ fn engine_of(cache_bytes: u64, change: impl FnOnce(&mut EngineOptions)) -> Arc<E
     let mut options =
         EngineOptions { threads: 1, prefill_chunk: 64, cache_bytes, poison_cache: true, ..EngineOptions::default() };
     change(&mut options);
+    if subject::device().is_some() && options.cache_bytes != 0 {
+        // pages of each size have slabs of their own there: one more for each of the two that have fewest
+        options.cache_bytes = (options.cache_bytes.div_ceil(SLAB) + 2) * SLAB;
+    }
     subject::engine_with(Path::new(&*FOLDER), options)
 }
 

@@ -27,6 +27,10 @@ Decode: tokens fed one by one behind it, one repetition after the other. Tokens
 come from a seeded generator, so no tokenizer is needed. One unmeasured round
 comes first. Speeds are tokens/s: median, slowest and fastest repetition.
 
+--sessions has a thread for each session, which share steps but no token. Cache
+bytes are those that the pool has given out for them, those of the plan, and
+those of a cache that sets the longest context aside for each.
+
 --bandwidth compares decoding with a plain multi-threaded sum over the same
 mapped bytes that one token reads (dense weights and its experts), taken in turns
 with it: the share of the memory bandwidth that decoding reaches.
@@ -34,7 +38,9 @@ with it: the share of the memory bandwidth that decoding reaches.
 Examples:
   dsv4 bench examples/models/tiny-v4 --prefill 512 --decode 32 --context 0,1024,4096
   dsv4 bench MODEL --decode 64 --bandwidth --json
-  dsv4 bench MODEL --sessions 1,8 --prefill 0 --context 256";
+  dsv4 bench MODEL --sessions 1,8 --prefill 0 --context 256
+  dsv4 bench MODEL --sessions 1,10,50 --prefill 0 --context 2048 --max-context 32768
+  dsv4 bench MODEL --sessions 3 --prefill 32768 --context 64";
 
 /// Measure prefill and decode speed at context frontiers
 #[derive(clap::Args)]
@@ -72,6 +78,10 @@ pub(crate) struct Args {
     /// also while one session more reads a prompt of --prefill tokens
     #[arg(long, value_name = "N,N,..", value_parser = between([1, 4096]), value_delimiter = ',', conflicts_with_all = ["bandwidth", "layers", "csv"])]
     sessions: Vec<u64>,
+
+    /// Most tokens of a session of --sessions, which a cache in one piece would set aside; 0 takes the model's
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>, requires = "sessions")]
+    max_context: usize,
 
     /// Start of the generator of token ids
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]

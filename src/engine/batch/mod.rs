@@ -21,6 +21,7 @@ mod tests;
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,10 @@ pub(crate) use compose::{Demand, Limits};
 
 /// How often a thread that does not lead looks whether its call was stopped, and a leader whether there is room.
 const LOOK: Duration = Duration::from_millis(5);
+/// How long a leader that waits for callers only lets others run instead of going to sleep, from which it wakes late.
+const ATTENTIVE: Duration = Duration::from_micros(200);
+/// Threads that one wakes, itself among them, when results are dealt out.
+const FAN: usize = 8;
 
 /// Called before each layer; its error ends the step.
 pub(crate) type Between<'a> = dyn FnMut(usize) -> Result<()> + Send + 'a;
@@ -89,6 +94,12 @@ pub(crate) struct Batcher<J, R> {
     state: Mutex<State<J, R>>,
     /// Told when everybody that the leader waits for is there.
     complete: Condvar,
+    /// How many are still away.
+    expected: AtomicUsize,
+    /// Nanoseconds that [`Pace::patience`] says.
+    patience: AtomicU64,
+    calls: AtomicU64,
+    members: AtomicU64,
     limits: Limits,
 }
 
@@ -98,8 +109,6 @@ struct State<J, R> {
     /// Those of the last step who are expected back.
     away: Vec<u64>,
     pace: Pace,
-    calls: u64,
-    members: u64,
 }
 
 struct Waiting<J, R> {
@@ -119,7 +128,8 @@ enum News<J, R> {
     None,
     /// The thread leads from now on.
     Lead,
-    Done(J, Outcome<R>),
+    /// A result, and whom else the thread wakes, for whom there are results too: waking many takes one thread a while.
+    Done(J, Outcome<R>, Vec<Arc<Seat<J, R>>>),
 }
 
 /// A call in a step, without its job.
@@ -137,29 +147,31 @@ struct Step<J, R> {
 impl<J, R> Batcher<J, R> {
     /// For steps of at most `rows` tokens and `sequences` jobs.
     pub(crate) fn new(rows: usize, sequences: usize) -> Self {
-        let state =
-            State { waiting: Vec::new(), is_led: false, away: Vec::new(), pace: Pace::new(rows), calls: 0, members: 0 };
-        let limits = Limits { rows, sequences, prefill: rows };
-        Self { state: Mutex::new(state), complete: Condvar::new(), limits }
+        let state = State { waiting: Vec::new(), is_led: false, away: Vec::new(), pace: Pace::new(rows) };
+        Self {
+            state: Mutex::new(state),
+            complete: Condvar::new(),
+            expected: AtomicUsize::new(0),
+            patience: AtomicU64::new(0),
+            calls: AtomicU64::new(0),
+            members: AtomicU64::new(0),
+            limits: Limits { rows, sequences, prefill: rows },
+        }
     }
 
     /// A number for a caller.
     pub(crate) fn new_member(&self) -> u64 {
-        let mut state = self.state();
-        state.members += 1;
-        state.members
+        self.members.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// A number for a call: its age among others.
     pub(crate) fn new_call(&self) -> u64 {
-        let mut state = self.state();
-        state.calls += 1;
-        state.calls
+        self.calls.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// How soon after its result a caller must be back to be waited for.
     pub(crate) fn patience(&self) -> Duration {
-        self.state().pace.patience()
+        Duration::from_nanos(self.patience.load(Ordering::Relaxed))
     }
 
     /// Has the call's job done in a step, by this thread or another, and returns it with its result: `Cancelled` if the call
@@ -172,7 +184,10 @@ impl<J, R> Batcher<J, R> {
         }
         loop {
             match seat.wait((!may_lead).then_some(LOOK)) {
-                News::Done(job, outcome) => return (job, outcome),
+                News::Done(job, outcome, others) => {
+                    others.iter().for_each(|seat| seat.wake());
+                    return (job, outcome);
+                }
                 News::Lead => self.lead(Some(&seat), work),
                 News::None => {
                     if stop.is_asked() {
@@ -201,6 +216,7 @@ impl<J, R> Batcher<J, R> {
     fn enter(&self, call: Call<J>, seat: &Arc<Seat<J, R>>) -> bool {
         let mut state = self.state();
         state.away.retain(|&member| member != call.member);
+        self.expected.store(state.away.len(), Ordering::Relaxed);
         let leads = call.leads && !state.is_led;
         state.is_led |= leads;
         state.waiting.push(Waiting { call, seat: Arc::clone(seat), needs: None });
@@ -232,7 +248,15 @@ impl<J, R> Batcher<J, R> {
     /// Waits a little for those who are expected, turns away those who were stopped, and forms a step of the others.
     fn form(&self, work: &dyn Runner<J, R>) -> Option<Step<J, R>> {
         let mut state = self.state();
-        let until = Instant::now() + state.pace.patience();
+        let (start, patience) = (Instant::now(), state.pace.patience());
+        let until = start + patience;
+        if !state.away.is_empty() {
+            drop(state);
+            while self.expected.load(Ordering::Relaxed) > 0 && start.elapsed() < ATTENTIVE.min(patience) {
+                std::thread::yield_now();
+            }
+            state = self.state();
+        }
         while !state.away.is_empty() {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -248,7 +272,7 @@ impl<J, R> Batcher<J, R> {
         for i in (0..state.waiting.len()).rev() {
             if state.waiting[i].call.stop.is_asked() {
                 let Waiting { call, seat, .. } = state.waiting.remove(i);
-                seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop)))));
+                seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop))), Vec::new()));
             }
         }
 
@@ -309,6 +333,7 @@ impl<J, R> Batcher<J, R> {
             };
             if tokens(true) + tokens(false) > 0 {
                 state.pace.observe(tokens(true) > 0, tokens(false), took);
+                self.patience.store(state.pace.patience().as_nanos() as u64, Ordering::Relaxed);
             }
         }
 
@@ -344,11 +369,25 @@ impl<J, R> Batcher<J, R> {
             if call.returns && outcome.is_ok() {
                 state.away.push(call.member);
             }
-            told.push((seat, News::Done(job, outcome)));
+            told.push((seat, job, outcome));
         }
+        self.expected.store(state.away.len(), Ordering::Relaxed);
         // those who wake want the lock
         drop(state);
-        told.into_iter().for_each(|(seat, news)| seat.tell(news));
+        Self::deal(told);
+    }
+
+    /// Gives everybody their result, and wakes them: some, who wake the others.
+    fn deal(told: Vec<(Arc<Seat<J, R>>, J, Outcome<R>)>) {
+        let mut told = told.into_iter();
+        while let Some((first, job, outcome)) = told.next() {
+            let mut others = Vec::new();
+            for (seat, job, outcome) in told.by_ref().take(FAN - 1) {
+                seat.put(News::Done(job, outcome, Vec::new()));
+                others.push(seat);
+            }
+            first.tell(News::Done(job, outcome, others));
+        }
     }
 
     /// Takes the call out of the queue, if it is still there, since it was stopped.
@@ -356,7 +395,7 @@ impl<J, R> Batcher<J, R> {
         let mut state = self.state();
         if let Some(i) = state.waiting.iter().position(|w| Arc::ptr_eq(&w.seat, seat)) {
             let call = state.waiting.remove(i).call;
-            seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop)))));
+            seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop))), Vec::new()));
         }
     }
 
@@ -367,7 +406,16 @@ impl<J, R> Batcher<J, R> {
 
 impl<J, R> Seat<J, R> {
     fn tell(&self, news: News<J, R>) {
+        self.put(news);
+        self.wake();
+    }
+
+    /// Leaves news for a thread that somebody wakes afterwards.
+    fn put(&self, news: News<J, R>) {
         *self.news.lock().unwrap_or_else(PoisonError::into_inner) = news;
+    }
+
+    fn wake(&self) {
         self.changed.notify_one();
     }
 

@@ -5,8 +5,8 @@
 
 use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::ops::{
-    Compressor, FEW_TOKENS, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, parts_len,
-    top_k_parts,
+    Compressor, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, is_for_tiles,
+    parts_len, top_k_parts,
 };
 use crate::error::Result;
 use crate::model::config::{Config, LayerKind};
@@ -210,7 +210,8 @@ impl Ffn {
         let (d, inter, places) = (c.hidden_size, c.moe_intermediate_size, rows * c.num_experts_per_tok);
         let ids = arena.take("expert ids", places)?;
         let groups = Grouping::new(arena, ids, c.n_routed_experts)?;
-        let images = if rows > FEW_TOKENS { groups.images_len(d.max(inter)) } else { 0 };
+        let in_tiles = is_for_tiles(rows, places, c.n_routed_experts);
+        let images = if in_tiles { groups.images_len(d.max(inter)) } else { 0 };
         Ok(Self {
             logits: arena.take("router logits", rows * c.n_routed_experts)?,
             weights: arena.take("expert weights", places)?,

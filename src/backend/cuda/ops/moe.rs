@@ -9,8 +9,10 @@ use crate::error::{Result, bail};
 /// Limits of the kernels' registers and shared memory.
 const MAX_EXPERTS: usize = 512;
 const MAX_TOP_K: usize = 16;
+/// Places that a block takes at a time where there are few.
+const FEW_PLACES: usize = 8;
 /// Tokens up to which one block a (row tile, expert) is used instead of tiles of 64 places.
-pub(crate) const FEW_TOKENS: usize = 64;
+pub(super) const FEW_TOKENS: usize = 64;
 
 /// How experts are chosen.
 pub(crate) enum Routing<'a> {
@@ -180,6 +182,12 @@ pub(crate) fn group(stream: &Stream, g: &Grouping) -> Result<()> {
     unsafe { stream.launch(kernel, rows(g.experts + 1, 256), &params) }
 }
 
+/// Whether tiles of 64 places are better than 8 places at a time, where there are kernels for Hopper: for many tokens, and for
+/// fewer where experts have more than 8 on average.
+pub(crate) fn is_for_tiles(tokens: usize, places: usize, experts: usize) -> bool {
+    tokens > FEW_TOKENS || places > FEW_PLACES * experts
+}
+
 /// One matrix of every expert.
 pub(crate) struct Experts<'a> {
     /// `[experts]` addresses of `[rows, cols]` weights on the device.
@@ -284,7 +292,7 @@ pub(crate) fn expert_product(
         },
         pad: 0,
     };
-    if a.tokens > FEW_TOKENS
+    if is_for_tiles(a.tokens, places, g.experts)
         && let Some(workspace) = workspace.filter(|w| wide::suits_experts(stream, g, a.cols, w))
     {
         // SAFETY: sizes checked above; the experts' addresses are the caller's promise.
