@@ -122,8 +122,63 @@ fn sessions_of_one_to_thirty_two_threads_are_each_as_if_alone() {
 #[test]
 fn sessions_of_a_trained_model_are_each_as_if_alone() {
     let truth = Truth::new(&tiny(), 300);
-    for (threads, steps) in [(2, 12), (8, 6)] {
+    for (threads, steps) in [(1, 6), (2, 12), (8, 6), (32, 2)] {
         crowd(&tiny(), &truth, threads, steps, 96);
+    }
+}
+
+/// The same as users have it, where a device has another order of sums for what is read in long pieces: how many logits
+/// differ from those of a run alone is counted, and by how much. On the CPU none does.
+#[test]
+fn logits_beside_others_that_differ_from_a_run_alone_are_counted() {
+    let device = subject::device();
+    let options = EngineOptions { threads: 2, prefill_chunk: 96, poison_cache: true, ..EngineOptions::default() };
+    let options = match device {
+        Some(device) => EngineOptions { device, cache_bytes: 128 << 20, ..options },
+        None => options,
+    };
+    let model = Model::open(tiny()).unwrap();
+    let engine = || Engine::new(&model, options.clone()).unwrap();
+    let vocab = model.config().vocab_size;
+    for count in [1_u64, 2, 8, 32] {
+        let (alone, shared) = (engine(), engine());
+        let compared: Vec<(usize, usize, f64)> = thread::scope(|scope| {
+            let sessions: Vec<_> = (0..count)
+                .map(|i| {
+                    let mut rng = Rng(1000 * count + i);
+                    let tokens: Vec<u32> = (0..40 + rng.next(160)).map(|_| rng.next(vocab) as u32).collect();
+                    let cut = tokens.len() - 12;
+                    let see = move |engine: &Arc<Engine>| {
+                        let mut session = subject::session(engine, tokens.len());
+                        session.feed(&tokens[..cut]).unwrap();
+                        let mut rows = subject::logits(&session).to_vec();
+                        for &token in &tokens[cut..] {
+                            // a fork comes and goes
+                            drop(session.fork().unwrap());
+                            session.feed(&[token]).unwrap();
+                            rows.extend_from_slice(subject::logits(&session));
+                        }
+                        rows
+                    };
+                    let (want, shared) = (see(&alone), &shared);
+                    scope.spawn(move || {
+                        let got = see(shared);
+                        let differ = got.iter().zip(&want).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                        let square =
+                            |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>();
+                        let error = square(&mut got.iter().zip(&want).map(|(a, b)| a - b));
+                        (differ, got.len(), (error / square(&mut want.iter().copied())).sqrt())
+                    })
+                })
+                .collect();
+            sessions.into_iter().map(|handle| handle.join().unwrap()).collect()
+        });
+        let differ: usize = compared.iter().map(|c| c.0).sum();
+        let all: usize = compared.iter().map(|c| c.1).sum();
+        let worst = compared.iter().map(|c| c.2).fold(0.0, f64::max);
+        println!("{count} sessions: {differ} of {all} logits differ from a run alone, error at most {worst:.1e}");
+        assert!(device.is_some() || differ == 0, "on the CPU none differs");
+        assert!(worst < 5e-2, "{worst:e}");
     }
 }
 

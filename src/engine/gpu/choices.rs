@@ -192,7 +192,10 @@ mod tests {
             (rows.iter().map(|row| row.place).collect::<Vec<_>>(), draws)
         };
         assert_eq!(within(0..12), (vec![0, 3, 4, 9], 0..2));
-        assert_eq!((within(3..9), within(4..12), within(10..12)), ((vec![3, 4], 0..1), (vec![4, 9], 1..2), (vec![], 2..2)));
+        assert_eq!(
+            (within(3..9), within(4..12), within(10..12)),
+            ((vec![3, 4], 0..1), (vec![4, 9], 1..2), (vec![], 2..2))
+        );
         assert_eq!(choices(&[1]).others(&(0..3)), [0..1, 2..3]);
         assert!(choices(&[0, 1]).others(&(0..2)).is_empty() && choices(&[]).others(&(0..0)).is_empty());
     }

@@ -5,8 +5,8 @@
 
 use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::ops::{
-    Compressor, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, is_for_tiles,
-    parts_len, top_k_parts,
+    Compressor, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, is_for_tiles, parts_len,
+    top_k_parts,
 };
 use crate::error::Result;
 use crate::model::config::{Config, LayerKind};

@@ -2,8 +2,8 @@
 //! one, alone and while one session more reads a prompt, and what their caches take beside what was planned.
 
 use std::ops::ControlFlow;
-use std::sync::{Arc, Barrier};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Instant;
 
@@ -74,7 +74,9 @@ pub(super) fn run(args: &Args, engine: &Arc<Engine>, prefills: &[usize]) -> Resu
         return output::json(&Value::Array(rows.iter().map(as_json).collect()));
     }
     line("                              tokens  a step: ms between tokens:         reader  MB of cache:      in one")?;
-    line("sessions  context  reading  a second  tokens     ms    p50     p99     max  tokens/s     used planned   piece")?;
+    line(
+        "sessions  context  reading  a second  tokens     ms    p50     p99     max  tokens/s     used planned   piece",
+    )?;
     for r in &rows {
         let [median, p99, max] = r.between;
         let mb = |bytes: u64| bytes as f64 / 1e6;
@@ -145,7 +147,8 @@ fn measure(
             let longest = decoded.iter().map(|d| d.seconds).fold(0.0, f64::max);
             rates.push(count as f64 / if reading > 0 { elapsed } else { longest });
             let after = engine.metrics();
-            tokens_in_steps += after.decode_tokens + after.prefill_tokens - before.decode_tokens - before.prefill_tokens;
+            tokens_in_steps +=
+                after.decode_tokens + after.prefill_tokens - before.decode_tokens - before.prefill_tokens;
             steps += after.steps - before.steps;
             in_steps += after.step_seconds.sum() - before.step_seconds.sum();
             reader_rates.extend(reader.map(|seconds| reading as f64 / seconds));
