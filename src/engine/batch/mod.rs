@@ -37,7 +37,9 @@ pub(crate) use compose::{Demand, Limits};
 const LOOK: Duration = Duration::from_millis(5);
 /// How long a leader that waits for callers only lets others run instead of going to sleep, from which it wakes late.
 const ATTENTIVE: Duration = Duration::from_micros(200);
-/// Threads that one wakes, itself among them, when results are dealt out.
+/// Results up to which the leader wakes everybody itself, which is sooner; of more, it wakes one in [`FAN`].
+const FEW: usize = 16;
+/// That thread and those whom it wakes.
 const FAN: usize = 8;
 
 /// Called before each layer; its error ends the step.
@@ -379,10 +381,11 @@ impl<J, R> Batcher<J, R> {
 
     /// Gives everybody their result, and wakes them: some, who wake the others.
     fn deal(told: Vec<(Arc<Seat<J, R>>, J, Outcome<R>)>) {
+        let followers = if told.len() > FEW { FAN - 1 } else { 0 };
         let mut told = told.into_iter();
         while let Some((first, job, outcome)) = told.next() {
             let mut others = Vec::new();
-            for (seat, job, outcome) in told.by_ref().take(FAN - 1) {
+            for (seat, job, outcome) in told.by_ref().take(followers) {
                 seat.put(News::Done(job, outcome, Vec::new()));
                 others.push(seat);
             }
