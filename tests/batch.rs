@@ -178,7 +178,8 @@ fn logits_beside_others_that_differ_from_a_run_alone_are_counted() {
         let worst = compared.iter().map(|c| c.2).fold(0.0, f64::max);
         println!("{count} sessions: {differ} of {all} logits differ from a run alone, error at most {worst:.1e}");
         assert!(device.is_some() || differ == 0, "on the CPU none differs");
-        assert!(worst < 5e-2, "{worst:e}");
+        // rounding to FP8 makes much of a last bit
+        assert!(worst < 0.3, "{worst:e}");
     }
 }
 

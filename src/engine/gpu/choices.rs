@@ -1,7 +1,7 @@
-//! Logits that stay on the device: which wanted rows' do, which tokens are chosen from them, and what comes back instead.
+//! Logits that stay on the device: which wanted rows' do, which tokens are chosen from them, what comes back instead.
 //!
-//! Of such a row comes its final hidden state, from which [`GpuEngine::logits_of`] computes the logits again, and with a
-//! draw its token. The choice stands behind the step's flag: where a value was not finite there is no token.
+//! Of such a row comes its final hidden state, from which [`GpuEngine::logits_of`] computes the logits again, and with
+//! a draw its token. The choice stands behind the step's flag: where a value was not finite there is no token.
 
 use std::ops::Range;
 
@@ -96,8 +96,8 @@ impl Choices {
     }
 }
 
-/// Chooses from the logits of the wanted rows `part` and hands what the host wants to `stepped`: hidden states and tokens of
-/// rows whose logits stay, logits of others. Waits for the stream.
+/// Chooses from the logits of the wanted rows `part` and hands what the host wants to `stepped`: hidden states and tokens
+/// of rows whose logits stay, logits of others. Waits for the stream.
 pub(super) fn deliver(
     run: &mut Run<'_>,
     logits: &Buffer<f32>,
