@@ -174,10 +174,12 @@ impl GpuEngine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampler::{Sampler, SamplerOptions};
 
     fn choices(places: &[usize]) -> Choices {
         // every other one is drawn from
-        let draw = |i: usize| (i % 2 == 1).then(|| Sampler::greedy().draw(9).expect("greedy is served"));
+        let sampler = Sampler::new(SamplerOptions::greedy()).unwrap();
+        let draw = |i: usize| (i % 2 == 1).then(|| sampler.draw(9).unwrap());
         let row = |(i, &place): (usize, &usize)| Row { segment: place, place, draw: draw(i) };
         Choices { rows: places.iter().enumerate().map(row).collect(), ..Choices::default() }
     }
@@ -187,7 +189,7 @@ mod tests {
         let c = choices(&[0, 3, 4, 9]);
         assert_eq!(c.others(&(0..12)), [1..3, 5..9, 10..12]);
         assert_eq!(c.others(&(4..12)), [5..9, 10..12]);
-        let within = |part| {
+        let within = |part: Range<usize>| {
             let (rows, draws) = c.within(&part);
             (rows.iter().map(|row| row.place).collect::<Vec<_>>(), draws)
         };
