@@ -170,6 +170,7 @@ struct Group {
     const u32 first = s.start / RATIO, last = (s.start + s.rows - 1) / RATIO;
     index = b < p.count ? first : b < 2 * p.count ? last : (s.start + row - s.first_row) / RATIO;
     is_last = index == last;
+    if (s.rows == 0) return false;  // idle
     return b < p.count || (b < 2 * p.count ? first < last : first < index && index < last);
   }
   __device__ __forceinline__ u32 row(u32 position) const { return s.first_row + position - s.start; }
