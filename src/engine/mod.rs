@@ -1,7 +1,9 @@
 //! An engine: one model on one device with its numerics, threads and cache format. Sessions run on it.
 #![forbid(unsafe_code)]
 
+mod agenda;
 mod batch;
+mod bell;
 mod cancel;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -24,18 +26,21 @@ use crate::model::deepseek_v4::{Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
 use crate::sampler::Draw;
 
+use agenda::Agenda;
 use batch::Batcher;
 use metrics::Meter;
 use room::Room;
 use step::{Job, Stepped};
 
+pub(crate) use agenda::{Task, now};
+pub(crate) use batch::LOOK;
 pub use cancel::CancelToken;
 pub(crate) use cancel::Stop;
 pub use metrics::{EngineMetrics, Histogram, SessionMetrics};
 pub use options::{DegradedMode, DeviceChoice, EngineOptions, WhenFull};
 pub(crate) use process::Process;
 pub(crate) use room::{Pin, Place, Plan, Slot};
-pub(crate) use step::{Chosen, Done, Request, Terms, Work};
+pub(crate) use step::{Caller, Chosen, Done, Request, Terms, Work};
 
 /// One model ready to run. Shared between sessions and threads.
 ///
@@ -53,6 +58,7 @@ pub struct Engine {
     device: Device,
     cache: Arc<CacheManager>,
     batcher: Batcher<Job, Done>,
+    agenda: Arc<Agenda>,
     /// Tokens that the device chose.
     choices: AtomicU64,
     room: Arc<Room>,
@@ -112,7 +118,7 @@ impl Engine {
         let batcher = Batcher::new(options.prefill_chunk, device.sequences());
         let (room, meter) = (Room::new(&cache, options.tiers.session_bytes), Meter::new());
         let (model, choices) = (Arc::clone(model), AtomicU64::new(0));
-        let process = Process::current();
+        let (agenda, process) = (Arc::default(), Process::current());
         Ok(Arc::new(Self {
             model,
             options,
@@ -122,6 +128,7 @@ impl Engine {
             device,
             cache,
             batcher,
+            agenda,
             choices,
             room,
             meter,

@@ -23,6 +23,7 @@ use super::sampler::dsv4_sampler;
 use super::session::dsv4_session;
 use super::status::{dsv4_error, dsv4_status};
 use crate::alloc;
+use crate::engine::now;
 use crate::error::{Result, bail};
 use crate::sampler::Sampler;
 use crate::session::{Decoding, Finish, GenerateOptions, Piece, Session};
@@ -337,7 +338,7 @@ impl Running {
         }
         let mut session = self.session.get()?;
         let mut sampler = self.sampler.get()?;
-        self.decoding.advance(&mut session, &mut sampler)
+        now(self.decoding.advance(&mut session, &mut sampler))
     }
 
     /// Ends the generation and keeps the text that was held back.

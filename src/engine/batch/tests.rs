@@ -5,8 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Barrier, mpsc};
 use std::thread;
 
-use super::*;
-use crate::error::bail;
+use std::time::{Duration, Instant};
+
+use super::lead::*;
+use super::{Demand, compose};
+use crate::engine::cancel::Stop;
+use crate::error::{Error, ErrorKind, Result, bail};
 
 /// A job's number.
 type Numbers = Batcher<usize, usize>;

@@ -1,0 +1,458 @@
+//! The leader and its followers.
+//!
+//! A call leaves its work here and waits. Whoever finds no leader leads: it forms a step of what all wait for, runs it,
+//! deals out the results, and hands over to another that waits, or goes on until its own call is served. So at any time
+//! there is at most one leader, and one whenever somebody waits who may lead.
+//!
+//! A leader's panic or error is nobody else's: a step of several calls that fails as a whole is dropped, and each of its
+//! calls gets a step of its own, whose panic or error then is its owner's. Work moves to the leader and comes back with
+//! the result, so nothing is shared while it is worked on.
+//!
+//! A call for which there is no room stays in the queue, and takes part in a step again when there may be: when as much is
+//! free as it lacked, or when nobody else has anything to do.
+//!
+//! A call may also be [submitted](Batcher::submit): then no thread waits in it, and its result wakes a task. If nobody is
+//! left who leads, whoever steps for others is [told](Runner::unattended).
+#![forbid(unsafe_code)]
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use crate::engine::cancel::Stop;
+use crate::error::{Error, ErrorKind, Result};
+
+use super::compose::{Demand, Limits, compose};
+use super::pace::Pace;
+use super::sync::{Condvar, Mutex, MutexGuard, lock, wait, wait_for};
+
+/// How often a thread that does not lead looks whether its call was stopped, and a leader whether there is room.
+pub(crate) const LOOK: Duration = Duration::from_millis(5);
+
+/// Called before each layer; its error ends the step.
+pub(crate) type Between<'a> = dyn FnMut(usize) -> Result<()> + Send + 'a;
+
+/// What the leader does with jobs.
+pub(crate) trait Runner<J, R> {
+    /// Runs one step of jobs and how many of their tokens it takes: a reply for each, or one error for all, which then are
+    /// as before.
+    fn run(&self, jobs: &mut [(J, usize)], between: &mut Between<'_>) -> Result<Vec<Reply<R>>>;
+
+    /// How much room there is for jobs that wait for some.
+    fn room(&self) -> u64 {
+        0
+    }
+
+    /// What the next step may have of `limits`.
+    fn squeeze(&self, limits: Limits) -> Limits {
+        limits
+    }
+
+    /// Told, under the queue's lock, that calls wait and none of their threads leads.
+    fn unattended(&self) {}
+}
+
+/// What a step answers a job.
+pub(crate) enum Reply<R> {
+    /// It was served, or failed by itself.
+    Done(Result<R>),
+    /// It is answered, but took no part in the step.
+    Aside(R),
+    /// There is no room for it: at least so much must become free. The job is as before.
+    Later(u64),
+}
+
+/// What became of a job: its result, or what a panic left.
+pub(crate) type Outcome<R> = Result<Result<R>, Box<dyn Any + Send>>;
+
+/// A call's job and how it wants to be treated.
+pub(crate) struct Call<J> {
+    /// The work.
+    pub(crate) job: J,
+    /// What it wants.
+    pub(crate) demand: Demand,
+    /// What may end it.
+    pub(crate) stop: Stop,
+    /// Whether its thread may lead steps; one that does not waits until others do.
+    pub(crate) leads: bool,
+    /// Who calls.
+    pub(crate) member: u64,
+    /// Whether it is expected back soon after its result.
+    pub(crate) returns: bool,
+}
+
+/// Where the calls of one engine meet.
+pub(crate) struct Batcher<J, R> {
+    state: Mutex<State<J, R>>,
+    /// Told when everybody that the leader waits for is there.
+    complete: Condvar,
+    limits: Limits,
+}
+
+pub(super) struct State<J, R> {
+    pub(super) waiting: Vec<Waiting<J, R>>,
+    pub(super) is_led: bool,
+    /// Those of the last step who are expected back.
+    away: Vec<u64>,
+    pace: Pace,
+    calls: u64,
+    members: u64,
+}
+
+pub(super) struct Waiting<J, R> {
+    call: Call<J>,
+    seat: Arc<Seat<J, R>>,
+    /// The room it waits for.
+    needs: Option<u64>,
+}
+
+/// Where one call waits.
+struct Seat<J, R> {
+    news: Mutex<News<J, R>>,
+    changed: Condvar,
+}
+
+enum News<J, R> {
+    /// With whom to wake, if it is no thread that waits.
+    None(Option<Waker>),
+    /// The thread leads from now on.
+    Lead,
+    Done(J, Outcome<R>),
+}
+
+/// The result of a call that was submitted, when it is there.
+pub(crate) struct Ticket<J, R>(Arc<Seat<J, R>>);
+
+/// A call in a step, without its job.
+struct Served<J, R> {
+    call: Call<()>,
+    seat: Arc<Seat<J, R>>,
+}
+
+/// A step that was formed: the calls in it, and their jobs with their numbers of tokens.
+struct Step<J, R> {
+    calls: Vec<Served<J, R>>,
+    jobs: Vec<(J, usize)>,
+}
+
+impl<J, R> Batcher<J, R> {
+    /// For steps of at most `rows` tokens and `sequences` jobs.
+    pub(crate) fn new(rows: usize, sequences: usize) -> Self {
+        let state =
+            State { waiting: Vec::new(), is_led: false, away: Vec::new(), pace: Pace::new(rows), calls: 0, members: 0 };
+        let limits = Limits { rows, sequences, prefill: rows };
+        Self { state: Mutex::new(state), complete: Condvar::new(), limits }
+    }
+
+    /// A number for a caller.
+    pub(crate) fn new_member(&self) -> u64 {
+        let mut state = self.state();
+        state.members += 1;
+        state.members
+    }
+
+    /// A number for a call: its age among others.
+    pub(crate) fn new_call(&self) -> u64 {
+        let mut state = self.state();
+        state.calls += 1;
+        state.calls
+    }
+
+    /// How soon after its result a caller must be back to be waited for.
+    pub(crate) fn patience(&self) -> Duration {
+        self.state().pace.patience()
+    }
+
+    /// Has the call's job done in a step, by this thread or another, and returns it with its result: `Cancelled` if the call
+    /// was stopped before, an error or a panic of `run` that concerns this job alone.
+    pub(crate) fn call(&self, call: Call<J>, work: &dyn Runner<J, R>) -> (J, Outcome<R>) {
+        let seat = Seat::new();
+        let (stop, may_lead) = (call.stop.clone(), call.leads);
+        if self.enter(call, &seat, work) {
+            self.lead(Some(&seat), work);
+        }
+        loop {
+            match seat.wait((!may_lead).then_some(LOOK)) {
+                News::Done(job, outcome) => return (job, outcome),
+                News::Lead => self.lead(Some(&seat), work),
+                News::None(_) => {
+                    if stop.is_asked() {
+                        self.withdraw(&seat);
+                    }
+                }
+            }
+        }
+    }
+
+    /// As [`Self::call`] for a caller that does not wait and whose thread never leads.
+    pub(crate) fn submit(&self, call: Call<J>, work: &dyn Runner<J, R>) -> Ticket<J, R> {
+        let seat = Seat::new();
+        self.enter(Call { leads: false, ..call }, &seat, work);
+        Ticket(seat)
+    }
+
+    /// Ends the calls in the queue that were stopped.
+    pub(crate) fn dismiss(&self) {
+        self.state().dismiss();
+    }
+
+    /// Runs one step of what waits, if anything does and nobody leads: for a thread that works for others. Returns whether
+    /// there was something to do.
+    pub(crate) fn step(&self, work: &dyn Runner<J, R>) -> bool {
+        {
+            let mut state = self.state();
+            if state.is_led || state.waiting.is_empty() {
+                return false;
+            }
+            state.is_led = true;
+        }
+        self.lead(None, work);
+        true
+    }
+
+    /// Queues the call; whether its thread leads from now on.
+    fn enter(&self, call: Call<J>, seat: &Arc<Seat<J, R>>, work: &dyn Runner<J, R>) -> bool {
+        let mut state = self.state();
+        state.away.retain(|&member| member != call.member);
+        let leads = call.leads && !state.is_led;
+        state.is_led |= leads;
+        state.waiting.push(Waiting { call, seat: Arc::clone(seat), needs: None });
+        if state.away.is_empty() {
+            self.complete.notify_one();
+        }
+        if !state.is_led {
+            work.unattended();
+        }
+        leads
+    }
+
+    /// Leads until the call of `own` is served, or for one step; then hands over.
+    fn lead(&self, own: Option<&Arc<Seat<J, R>>>, work: &dyn Runner<J, R>) {
+        loop {
+            if let Some(step) = self.form(work) {
+                self.run(step, work);
+            }
+            let mut state = self.state();
+            let is_own = |w: &Waiting<J, R>| own.is_some_and(|own| Arc::ptr_eq(own, &w.seat));
+            if state.waiting.iter().any(is_own) {
+                continue;
+            }
+            match state.waiting.iter().filter(|w| w.call.leads).min_by_key(|w| w.call.demand.since) {
+                Some(next) => next.seat.tell(News::Lead),
+                None => {
+                    state.is_led = false;
+                    if !state.waiting.is_empty() {
+                        work.unattended();
+                    }
+                }
+            }
+            return;
+        }
+    }
+
+    /// Waits a little for those who are expected, turns away those who were stopped, and forms a step of the others.
+    fn form(&self, work: &dyn Runner<J, R>) -> Option<Step<J, R>> {
+        let mut state = self.state();
+        let until = Instant::now() + state.pace.patience();
+        while !state.away.is_empty() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = wait_for(&self.complete, state, left);
+        }
+        state.away.clear();
+        let is_held_up = |state: &State<J, R>| state.waiting.iter().all(|w| w.needs.is_some());
+        if !state.waiting.is_empty() && is_held_up(&state) {
+            state = wait_for(&self.complete, state, LOOK);
+        }
+        state.dismiss();
+
+        let room = match state.waiting.iter().any(|w| w.needs.is_some()) {
+            true if is_held_up(&state) => u64::MAX,
+            true => work.room(),
+            false => 0,
+        };
+        let waiting = std::mem::take(&mut state.waiting);
+        let (fit, held_up) = waiting.into_iter().partition(|w| w.needs.is_none_or(|needs| needs <= room));
+        state.waiting = held_up;
+        self.compose(&mut state, fit, work)
+    }
+
+    /// Forms a step of `fit`; those that have no part in it stay in the queue.
+    fn compose(&self, state: &mut State<J, R>, fit: Vec<Waiting<J, R>>, work: &dyn Runner<J, R>) -> Option<Step<J, R>> {
+        let demands: Vec<Demand> = fit.iter().map(|w| w.call.demand).collect();
+        let limits = work.squeeze(Limits { prefill: state.pace.prefill(), ..self.limits });
+        let mut tokens = vec![0; demands.len()];
+        compose(&demands, limits).iter().for_each(|share| tokens[share.index] = share.tokens);
+        let mut step = Step { calls: Vec::new(), jobs: Vec::new() };
+        let mut fit: Vec<_> = fit.into_iter().zip(tokens).collect();
+        // those with few tokens side by side: a device takes neighbours of a kind together
+        fit.sort_by_key(|&(_, tokens)| tokens);
+        for (mut waiting, tokens) in fit {
+            if tokens == 0 {
+                waiting.call.demand.passed += 1;
+                state.waiting.push(waiting);
+                continue;
+            }
+            let (call, job) = waiting.call.split();
+            step.calls.push(Served { call, seat: waiting.seat });
+            step.jobs.push((job, tokens));
+        }
+        (!step.jobs.is_empty()).then_some(step)
+    }
+
+    /// Runs the step and deals out what became of it.
+    fn run(&self, step: Step<J, R>, work: &dyn Runner<J, R>) {
+        let Step { calls, mut jobs } = step;
+        let stops: Vec<Stop> = calls.iter().map(|served| served.call.stop.clone()).collect();
+        let mut between = |_: usize| match stops.iter().all(Stop::is_asked) {
+            true => Err(Error::new(ErrorKind::Cancelled, "cancelled")),
+            false => Ok(()),
+        };
+        let start = Instant::now();
+        let outcome = catch_unwind(AssertUnwindSafe(|| work.run(&mut jobs, &mut between)));
+        let took = start.elapsed();
+
+        let mut state = self.state();
+        if let Ok(Ok(replies)) = &outcome {
+            let served = |i: usize| matches!(replies.get(i), Some(Reply::Done(Ok(_))));
+            let tokens = |decodes: bool| {
+                let of_kind =
+                    calls.iter().zip(&jobs).enumerate().filter(move |(_, (s, _))| s.call.demand.decodes == decodes);
+                of_kind.filter(|(i, _)| served(*i)).map(|(_, (_, job))| job.1).sum::<usize>()
+            };
+            if tokens(true) + tokens(false) > 0 {
+                state.pace.observe(tokens(true) > 0, tokens(false), took);
+            }
+        }
+
+        let several = jobs.len() > 1;
+        let mut results = match outcome {
+            Ok(Ok(results)) => Ok(results.into_iter()),
+            Ok(Err(error)) => Err(Ok(error)),
+            Err(payload) => Err(Err(payload)),
+        };
+        for (Served { mut call, seat }, (job, _)) in calls.into_iter().zip(jobs) {
+            let outcome = match &mut results {
+                Ok(results) => match results.next() {
+                    Some(Reply::Done(result)) => Ok(result),
+                    Some(Reply::Aside(answer)) => Ok(Ok(answer)),
+                    Some(Reply::Later(needs)) => {
+                        // it had its turn, so that those who were passed over come first
+                        call.demand.passed = 0;
+                        state.waiting.push(Waiting { call: call.with(job), seat, needs: Some(needs) });
+                        continue;
+                    }
+                    None => Ok(Err(missing())),
+                },
+                Err(Ok(error)) if error.kind() == ErrorKind::Cancelled => Ok(Err(stopped(&call.stop))),
+                Err(_) if several => {
+                    call.demand.apart = true;
+                    state.waiting.push(Waiting { call: call.with(job), seat, needs: None });
+                    continue;
+                }
+                Err(Ok(error)) => Ok(Err(error.clone())),
+                Err(Err(payload)) => Err(std::mem::replace(payload, Box::new(()))),
+            };
+            if call.returns && outcome.is_ok() {
+                state.away.push(call.member);
+            }
+            seat.tell(News::Done(job, outcome));
+        }
+    }
+
+    /// Takes the call out of the queue, if it is still there, since it was stopped.
+    fn withdraw(&self, seat: &Arc<Seat<J, R>>) {
+        let mut state = self.state();
+        if let Some(i) = state.waiting.iter().position(|w| Arc::ptr_eq(&w.seat, seat)) {
+            let call = state.waiting.remove(i).call;
+            seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop)))));
+        }
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State<J, R>> {
+        lock(&self.state)
+    }
+}
+
+impl<J, R> State<J, R> {
+    /// Ends the calls that were stopped.
+    fn dismiss(&mut self) {
+        for i in (0..self.waiting.len()).rev() {
+            if self.waiting[i].call.stop.is_asked() {
+                let Waiting { call, seat, .. } = self.waiting.remove(i);
+                seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop)))));
+            }
+        }
+    }
+}
+
+impl<J, R> Future for Ticket<J, R> {
+    type Output = (J, Outcome<R>);
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut news = lock(&self.0.news);
+        match std::mem::replace(&mut *news, News::None(Some(context.waker().clone()))) {
+            News::Done(job, outcome) => Poll::Ready((job, outcome)),
+            News::None(_) | News::Lead => Poll::Pending,
+        }
+    }
+}
+
+impl<J, R> Seat<J, R> {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { news: Mutex::new(News::None(None)), changed: Condvar::new() })
+    }
+
+    fn tell(&self, news: News<J, R>) {
+        let before = std::mem::replace(&mut *lock(&self.news), news);
+        self.changed.notify_one();
+        if let News::None(Some(waker)) = before {
+            waker.wake();
+        }
+    }
+
+    /// The next news; none if there is a limit to the waiting and it has passed.
+    fn wait(&self, limit: Option<Duration>) -> News<J, R> {
+        let mut news = lock(&self.news);
+        while matches!(*news, News::None(_)) {
+            match limit {
+                None => news = wait(&self.changed, news),
+                Some(limit) => {
+                    news = wait_for(&self.changed, news, limit);
+                    break;
+                }
+            }
+        }
+        std::mem::replace(&mut *news, News::None(None))
+    }
+}
+
+impl<J> Call<J> {
+    fn split(self) -> (Call<()>, J) {
+        let Self { job, demand, stop, leads, member, returns } = self;
+        (Call { job: (), demand, stop, leads, member, returns }, job)
+    }
+}
+
+impl Call<()> {
+    fn with<J>(self, job: J) -> Call<J> {
+        let Self { demand, stop, leads, member, returns, .. } = self;
+        Call { job, demand, stop, leads, member, returns }
+    }
+}
+
+/// Why a stopped call ends; uses its cancel up.
+fn stopped(stop: &Stop) -> Error {
+    let taken_back =
+        || Error::new(ErrorKind::Cancelled, "cancelled; the tokens that were complete stay in the session");
+    stop.check().err().unwrap_or_else(taken_back)
+}
+
+fn missing() -> Error {
+    Error::new(ErrorKind::Panic, "a step has no result for one of its calls; this is a defect of the library")
+}
