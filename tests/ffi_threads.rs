@@ -14,6 +14,7 @@ use dsv4::ffi::call::*;
 use dsv4::ffi::engine::*;
 use dsv4::ffi::metrics::*;
 use dsv4::ffi::model::*;
+use dsv4::ffi::request::*;
 use dsv4::ffi::session::*;
 use dsv4::ffi::status::*;
 

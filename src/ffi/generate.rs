@@ -364,7 +364,7 @@ impl Running {
     }
 }
 
-fn number(finish: Option<Finish>) -> (dsv4_finish, u32) {
+pub(super) fn number(finish: Option<Finish>) -> (dsv4_finish, u32) {
     match finish {
         None => (dsv4_finish::None, 0),
         Some(Finish::Eos) => (dsv4_finish::Eos, 0),
@@ -379,7 +379,7 @@ fn number(finish: Option<Finish>) -> (dsv4_finish, u32) {
 ///
 /// # Safety
 /// The arrays are NULL or have as many elements as their counts say; strings end with a NUL.
-unsafe fn read(options: &dsv4_generation_options) -> Result<GenerateOptions> {
+pub(super) unsafe fn read(options: &dsv4_generation_options) -> Result<GenerateOptions> {
     reserved(options.reserved)?;
     // SAFETY: by the contract above.
     let tokens = unsafe { slice(options.stop_tokens, options.n_stop_tokens, "stop_tokens") }?;

@@ -99,6 +99,7 @@ pub mod log;
 pub mod metrics;
 pub mod model;
 pub mod plan;
+pub mod request;
 pub mod sampler;
 pub mod session;
 pub mod session_file;
@@ -129,6 +130,7 @@ pub mod testing {
         "session_file",
         "sampler",
         "generate",
+        "request",
         "chat",
         "cache",
         "metrics",

@@ -121,12 +121,13 @@ impl Pending {
         event.or_else(|| self.task.take_panic().map(|payload| Event::End(Err(panicked(&*payload)))))
     }
 
-    /// As [`Pending::poll`], but works or waits until there is news, for `limit` at most.
+    /// As [`Pending::poll`], but works or waits until there is news, for `limit` at most. Behind the end there is none.
     pub fn wait(&mut self, limit: Option<Duration>) -> Option<Event> {
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
         loop {
+            let is_last = self.task.is_over() || deadline.is_some_and(|deadline| Instant::now() >= deadline);
             let event = self.poll();
-            if event.is_some() || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            if event.is_some() || is_last {
                 return event;
             }
             if !self.engine.run_waiting_step() {

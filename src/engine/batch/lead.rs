@@ -27,7 +27,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 use super::compose::{Demand, Limits, compose};
 use super::pace::Pace;
-use super::sync::{Condvar, Mutex, MutexGuard, lock, wait, wait_for};
+use super::sync::{Guard, Monitor};
 
 /// How often a thread that does not lead looks whether its call was stopped, and a leader whether there is room.
 pub(crate) const LOOK: Duration = Duration::from_millis(5);
@@ -86,9 +86,8 @@ pub(crate) struct Call<J> {
 
 /// Where the calls of one engine meet.
 pub(crate) struct Batcher<J, R> {
-    state: Mutex<State<J, R>>,
-    /// Told when everybody that the leader waits for is there.
-    complete: Condvar,
+    /// The leader waits here, until everybody is there that it waits for.
+    state: Monitor<State<J, R>>,
     limits: Limits,
 }
 
@@ -111,8 +110,7 @@ pub(super) struct Waiting<J, R> {
 
 /// Where one call waits.
 struct Seat<J, R> {
-    news: Mutex<News<J, R>>,
-    changed: Condvar,
+    news: Monitor<News<J, R>>,
 }
 
 enum News<J, R> {
@@ -144,7 +142,7 @@ impl<J, R> Batcher<J, R> {
         let state =
             State { waiting: Vec::new(), is_led: false, away: Vec::new(), pace: Pace::new(rows), calls: 0, members: 0 };
         let limits = Limits { rows, sequences, prefill: rows };
-        Self { state: Mutex::new(state), complete: Condvar::new(), limits }
+        Self { state: Monitor::new(state), limits }
     }
 
     /// A number for a caller.
@@ -221,7 +219,7 @@ impl<J, R> Batcher<J, R> {
         state.is_led |= leads;
         state.waiting.push(Waiting { call, seat: Arc::clone(seat), needs: None });
         if state.away.is_empty() {
-            self.complete.notify_one();
+            self.state.tell();
         }
         if !state.is_led {
             work.unattended();
@@ -262,12 +260,12 @@ impl<J, R> Batcher<J, R> {
             if left.is_zero() {
                 break;
             }
-            state = wait_for(&self.complete, state, left);
+            state = self.state.wait_for(state, left);
         }
         state.away.clear();
         let is_held_up = |state: &State<J, R>| state.waiting.iter().all(|w| w.needs.is_some());
         if !state.waiting.is_empty() && is_held_up(&state) {
-            state = wait_for(&self.complete, state, LOOK);
+            state = self.state.wait_for(state, LOOK);
         }
         state.dismiss();
 
@@ -374,8 +372,8 @@ impl<J, R> Batcher<J, R> {
         }
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State<J, R>> {
-        lock(&self.state)
+    pub(super) fn state(&self) -> Guard<'_, State<J, R>> {
+        self.state.lock()
     }
 }
 
@@ -395,7 +393,7 @@ impl<J, R> Future for Ticket<J, R> {
     type Output = (J, Outcome<R>);
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut news = lock(&self.0.news);
+        let mut news = self.0.news.lock();
         match std::mem::replace(&mut *news, News::None(Some(context.waker().clone()))) {
             News::Done(job, outcome) => Poll::Ready((job, outcome)),
             News::None(_) | News::Lead => Poll::Pending,
@@ -405,12 +403,12 @@ impl<J, R> Future for Ticket<J, R> {
 
 impl<J, R> Seat<J, R> {
     fn new() -> Arc<Self> {
-        Arc::new(Self { news: Mutex::new(News::None(None)), changed: Condvar::new() })
+        Arc::new(Self { news: Monitor::new(News::None(None)) })
     }
 
     fn tell(&self, news: News<J, R>) {
-        let before = std::mem::replace(&mut *lock(&self.news), news);
-        self.changed.notify_one();
+        let before = std::mem::replace(&mut *self.news.lock(), news);
+        self.news.tell();
         if let News::None(Some(waker)) = before {
             waker.wake();
         }
@@ -418,12 +416,12 @@ impl<J, R> Seat<J, R> {
 
     /// The next news; none if there is a limit to the waiting and it has passed.
     fn wait(&self, limit: Option<Duration>) -> News<J, R> {
-        let mut news = lock(&self.news);
+        let mut news = self.news.lock();
         while matches!(*news, News::None(_)) {
             match limit {
-                None => news = wait(&self.changed, news),
+                None => news = self.news.wait(news),
                 Some(limit) => {
-                    news = wait_for(&self.changed, news, limit);
+                    news = self.news.wait_for(news, limit);
                     break;
                 }
             }

@@ -7,6 +7,8 @@
 mod compose;
 mod lead;
 mod pace;
+#[cfg(test)]
+mod schedules;
 mod sync;
 #[cfg(test)]
 mod tests;

@@ -1,23 +1,41 @@
-//! What the leader and its followers wait with. `schedules` has the same names over again, where every lock and every wait is
-//! a place at which another thread may go on.
+//! What the leader and its followers wait with. `schedules` has the same again, where every lock and every wait is a place at
+//! which another thread may go on.
 #![forbid(unsafe_code)]
 
-use std::sync::PoisonError;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-pub(super) use std::sync::{Condvar, Mutex, MutexGuard};
-
-/// Locks; what a panic left is whole, since nothing is called while state is half changed.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// A value behind a lock, and threads that wait until it changes.
+pub(super) struct Monitor<T> {
+    value: Mutex<T>,
+    changed: Condvar,
 }
 
-/// Waits until told, or for no reason.
-pub(super) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-    condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
-}
+/// While it lives, nobody else has the value.
+pub(super) type Guard<'a, T> = MutexGuard<'a, T>;
 
-/// As [`wait`], for `limit` at most.
-pub(super) fn wait_for<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>, limit: Duration) -> MutexGuard<'a, T> {
-    condvar.wait_timeout(guard, limit).unwrap_or_else(PoisonError::into_inner).0
+impl<T> Monitor<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self { value: Mutex::new(value), changed: Condvar::new() }
+    }
+
+    /// Waits for the value. What a panic left is whole: nothing is called while it is half changed.
+    pub(super) fn lock(&self) -> Guard<'_, T> {
+        self.value.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets others have the value until one of them [tells](Self::tell), or for no reason.
+    pub(super) fn wait<'a>(&'a self, guard: Guard<'a, T>) -> Guard<'a, T> {
+        self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Self::wait`], for `limit` at most.
+    pub(super) fn wait_for<'a>(&'a self, guard: Guard<'a, T>, limit: Duration) -> Guard<'a, T> {
+        self.changed.wait_timeout(guard, limit).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Ends one thread's wait, if one waits.
+    pub(super) fn tell(&self) {
+        self.changed.notify_one();
+    }
 }

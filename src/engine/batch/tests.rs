@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Barrier, mpsc};
+use std::sync::{Barrier, Mutex, mpsc};
 use std::thread;
 
 use std::time::{Duration, Instant};
 
+use super::Demand;
 use super::lead::*;
-use super::{Demand, compose};
 use crate::engine::cancel::Stop;
 use crate::error::{Error, ErrorKind, Result, bail};
 
