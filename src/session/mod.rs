@@ -524,8 +524,9 @@ impl Session {
         self.mark = Some(Arc::new(Mark::new(self.engine.cache(), checkpoint)));
     }
 
-    /// Drops what the session knows of the tokens from `position` on.
+    /// Drops what the session knows of the tokens from `position` on, and the room that was promised for them.
     fn cut(&mut self, position: usize) {
+        self.cache.forget_promise();
         self.tokens.truncate(position);
         self.keys.truncate(position / BLOCK_TOKENS);
         self.unsettled = self.unsettled.take().filter(|mark| mark.position() <= position);
@@ -597,6 +598,17 @@ impl Session {
     /// The engine it runs on.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine
+    }
+}
+
+impl Drop for Session {
+    /// In a fork of the process its parts are left alone: their end takes locks, which may be held by threads that are not
+    /// there.
+    fn drop(&mut self) {
+        if self.engine.check_process().is_err() {
+            let (engine, cache) = (Arc::clone(&self.engine), Arc::clone(&self.cache));
+            std::mem::forget((engine, cache, self.mark.take(), self.unsettled.take()));
+        }
     }
 }
 
