@@ -220,8 +220,8 @@ static void figures(const dsv4_engine *engine)
     dsv4_session_free(session);
 }
 
-// Bytes that a session of LONG tokens takes.
-static uint64_t measure(const dsv4_engine *engine)
+// Bytes that a session of LONG tokens, two blocks, takes.
+static dsv4_cache_info measure(const dsv4_engine *engine)
 {
     dsv4_error err = {0};
     dsv4_session *session = session_on(engine);
@@ -231,14 +231,15 @@ static uint64_t measure(const dsv4_engine *engine)
     info.size = sizeof info;
     OK(dsv4_session_get_cache_info(session, &info, &err));
     dsv4_session_free(session);
-    return info.window_bytes + info.state_bytes + info.page_bytes;
+    return info;
 }
 
-// Room for one session and a half.
-static void a_full_cache(const dsv4_model *model, uint64_t bytes)
+// Room for two sessions, but only for one block of the second.
+static void a_full_cache(const dsv4_model *model, dsv4_cache_info one)
 {
     dsv4_error err = {0};
-    dsv4_engine *engine = engine_with(model, bytes + bytes / 2, DSV4_WHEN_FULL_REFUSE, 0);
+    uint64_t bytes = 2 * (one.window_bytes + one.state_bytes) + one.page_bytes + one.page_bytes * 3 / 4;
+    dsv4_engine *engine = engine_with(model, bytes, DSV4_WHEN_FULL_REFUSE, 0);
     dsv4_session *first = session_on(engine), *second = session_on(engine);
     OK(dsv4_session_feed(first, tokens, LONG, NULL, NULL, &err));
     // as the engine says: whole or not at all
@@ -272,10 +273,11 @@ static void a_full_cache(const dsv4_model *model, uint64_t bytes)
     dsv4_engine_free(engine);
 }
 
-static void degraded(const dsv4_model *model, uint64_t bytes)
+static void degraded(const dsv4_model *model, dsv4_cache_info one)
 {
     dsv4_error err = {0};
-    dsv4_engine *engine = engine_with(model, 2 * bytes, DSV4_WHEN_FULL_EVICT, 40);
+    uint64_t bytes = 2 * (one.window_bytes + one.state_bytes + one.page_bytes);
+    dsv4_engine *engine = engine_with(model, bytes, DSV4_WHEN_FULL_EVICT, 40);
     dsv4_session *first = session_on(engine);
     OK(dsv4_session_feed(first, tokens, LONG, NULL, NULL, &err));
     CHECK(info_of(first).context == 512 && metrics_of(engine).degraded_sessions == 0);
@@ -306,10 +308,10 @@ int main(int argc, char **argv)
     time_limit(engine);
     waits_only(engine);
     figures(engine);
-    uint64_t bytes = measure(engine);
+    dsv4_cache_info one = measure(engine);
     dsv4_engine_free(engine);
-    a_full_cache(model, bytes);
-    degraded(model, bytes);
+    a_full_cache(model, one);
+    degraded(model, one);
     dsv4_model_free(model);
     return 0;
 }

@@ -42,18 +42,6 @@ enum State {
 }
 
 impl Agenda {
-    /// A task that begins when it is first advanced.
-    pub(crate) fn add(self: &Arc<Self>, course: Course) -> Arc<Task> {
-        let task = Arc::new(Task {
-            agenda: Arc::downgrade(self),
-            state: Mutex::new(State::Running(course)),
-            is_woken: Mutex::new(false),
-            woken: Condvar::new(),
-        });
-        Arc::clone(&task).wake();
-        task
-    }
-
     /// Has all tasks go on that can; whether there were any.
     pub(crate) fn advance(&self) -> bool {
         let ready = std::mem::take(&mut *lock(&self.ready));
@@ -70,6 +58,16 @@ impl Agenda {
 }
 
 impl Task {
+    /// A task of `agenda` that begins when it is first woken.
+    pub(crate) fn new(agenda: &Arc<Agenda>, course: Course) -> Arc<Self> {
+        Arc::new(Self {
+            agenda: Arc::downgrade(agenda),
+            state: Mutex::new(State::Running(course)),
+            is_woken: Mutex::new(false),
+            woken: Condvar::new(),
+        })
+    }
+
     /// Goes on until the next step; whether it is over.
     pub(crate) fn advance(self: &Arc<Self>) -> bool {
         let mut state = lock(&self.state);
@@ -86,7 +84,7 @@ impl Task {
         let course = std::mem::replace(&mut *state, next);
         drop(state);
         drop(course);
-        lock(&self.is_woken).clone_from(&true);
+        *lock(&self.is_woken) = true;
         self.woken.notify_all();
         true
     }
@@ -142,15 +140,24 @@ mod tests {
 
     use super::*;
 
+    fn begin(agenda: &Arc<Agenda>, course: Course) -> Arc<Task> {
+        let task = Task::new(agenda, course);
+        Arc::clone(&task).wake();
+        task
+    }
+
     #[test]
     fn a_task_goes_on_when_it_is_woken_and_only_then() {
         let (agenda, count, waker) =
             (Arc::<Agenda>::default(), Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(None)));
         let (inside, kept) = (Arc::clone(&count), Arc::clone(&waker));
-        let task = agenda.add(Box::pin(std::future::poll_fn(move |context| {
-            *lock(&kept) = Some(context.waker().clone());
-            if inside.fetch_add(1, Ordering::Relaxed) == 2 { Poll::Ready(()) } else { Poll::Pending }
-        })));
+        let task = begin(
+            &agenda,
+            Box::pin(std::future::poll_fn(move |context| {
+                *lock(&kept) = Some(context.waker().clone());
+                if inside.fetch_add(1, Ordering::Relaxed) == 2 { Poll::Ready(()) } else { Poll::Pending }
+            })),
+        );
         assert!(agenda.advance() && !agenda.advance(), "it begins, and waits");
         for over in [false, true] {
             lock(&waker).take().expect("it was asked").wake();
@@ -164,7 +171,7 @@ mod tests {
     #[test]
     fn a_panic_ends_its_task_and_no_other() {
         let agenda = Arc::<Agenda>::default();
-        let tasks = [true, false].map(|panics| agenda.add(Box::pin(async move { assert!(!panics, "in a task") })));
+        let tasks = [true, false].map(|panics| begin(&agenda, Box::pin(async move { assert!(!panics, "in a task") })));
         assert!(agenda.advance());
         assert!(tasks.iter().all(|task| task.is_over()));
         let text = |task: &Task| task.take_panic().map(|payload| payload.downcast_ref::<&str>().copied());
@@ -175,10 +182,13 @@ mod tests {
     fn a_task_that_was_given_up_is_no_leak() {
         let (agenda, held) = (Arc::<Agenda>::default(), Arc::new(()));
         let inside = Arc::clone(&held);
-        let task = agenda.add(Box::pin(async move {
-            std::future::pending::<()>().await;
-            drop(inside);
-        }));
+        let task = begin(
+            &agenda,
+            Box::pin(async move {
+                std::future::pending::<()>().await;
+                drop(inside);
+            }),
+        );
         agenda.advance();
         drop((task, agenda));
         assert_eq!(Arc::strong_count(&held), 1);

@@ -3,6 +3,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
+use std::task::Wake;
 use std::time::{Duration, Instant};
 
 use crate::TokenId;
@@ -256,9 +257,13 @@ impl Engine {
         self.agenda.bell().descriptor(std::os::fd::AsRawFd::as_raw_fd)
     }
 
-    /// A task for a submitted call.
+    /// A task for a submitted call. In a fork of the process nothing is done with it.
     pub(crate) fn begin_task(&self, course: Course) -> Arc<Task> {
-        self.agenda.add(course)
+        let task = Task::new(&self.agenda, course);
+        if self.check_process().is_ok() {
+            Arc::clone(&task).wake();
+        }
+        task
     }
 
     /// Ends the calls in the queue that were stopped.

@@ -7,8 +7,8 @@
 //!
 //! ```c
 //! while (requests_left > 0) {
-//!     poll(&wake, 1, -1);                        // or epoll, kqueue, libuv, glib; among whatever else there is
-//!     dsv4_engine_step(engine, &worked, &err);   // one step for all of them
+//!     poll(&wake, 1, -1);                      // or epoll, kqueue, libuv, glib; among whatever else there is
+//!     if (dsv4_engine_step(engine, &worked, &err) != DSV4_STATUS_OK) return;   // one step for all of them
 //!     for (each request) {
 //!         dsv4_request_event event = {0};
 //!         event.size = sizeof event;

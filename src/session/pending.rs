@@ -125,7 +125,9 @@ impl Pending {
     pub fn wait(&mut self, limit: Option<Duration>) -> Option<Event> {
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
         loop {
-            let is_last = self.task.is_over() || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            let is_inherited = self.engine.check_process().is_err();
+            let is_last =
+                is_inherited || self.task.is_over() || deadline.is_some_and(|deadline| Instant::now() >= deadline);
             let event = self.poll();
             if event.is_some() || is_last {
                 return event;
