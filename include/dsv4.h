@@ -1409,8 +1409,8 @@ dsv4_status dsv4_session_generate(dsv4_session *session,
 //
 // ```c
 // while (requests_left > 0) {
-//     poll(&wake, 1, -1);                        // or epoll, kqueue, libuv, glib; among whatever else there is
-//     dsv4_engine_step(engine, &worked, &err);   // one step for all of them
+//     poll(&wake, 1, -1);                      // or epoll, kqueue, libuv, glib; among whatever else there is
+//     if (dsv4_engine_step(engine, &worked, &err) != DSV4_STATUS_OK) return;   // one step for all of them
 //     for (each request) {
 //         dsv4_request_event event = {0};
 //         event.size = sizeof event;
