@@ -266,7 +266,7 @@ impl Engine {
         task
     }
 
-    /// Ends the calls in the queue that were stopped.
+    /// Ends the calls in the queue that were stopped, of those whose threads do not lead.
     pub(crate) fn dismiss_stopped(&self) {
         self.batcher.dismiss();
     }

@@ -192,9 +192,10 @@ impl<J, R> Batcher<J, R> {
         Ticket(seat)
     }
 
-    /// Ends the calls in the queue that were stopped.
+    /// Ends the calls in the queue that were stopped, if their threads do not lead: one that does may have been told to a
+    /// moment ago, and then nobody else would.
     pub(crate) fn dismiss(&self) {
-        self.state().dismiss();
+        self.state().dismiss(|call| !call.leads);
     }
 
     /// Runs one step of what waits, if anything does and nobody leads: for a thread that works for others. Returns whether
@@ -267,7 +268,7 @@ impl<J, R> Batcher<J, R> {
         if !state.waiting.is_empty() && is_held_up(&state) {
             state = self.state.wait_for(state, LOOK);
         }
-        state.dismiss();
+        state.dismiss(|_| true);
 
         let room = match state.waiting.iter().any(|w| w.needs.is_some()) {
             true if is_held_up(&state) => u64::MAX,
@@ -378,10 +379,10 @@ impl<J, R> Batcher<J, R> {
 }
 
 impl<J, R> State<J, R> {
-    /// Ends the calls that were stopped.
-    fn dismiss(&mut self) {
+    /// Ends the calls that were stopped, of those that are `meant`.
+    fn dismiss(&mut self, meant: impl Fn(&Call<J>) -> bool) {
         for i in (0..self.waiting.len()).rev() {
-            if self.waiting[i].call.stop.is_asked() {
+            if meant(&self.waiting[i].call) && self.waiting[i].call.stop.is_asked() {
                 let Waiting { call, seat, .. } = self.waiting.remove(i);
                 seat.tell(News::Done(call.job, Ok(Err(stopped(&call.stop)))));
             }
