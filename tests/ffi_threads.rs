@@ -200,7 +200,7 @@ fn submit(session: *mut dsv4_session, tokens: &[u32]) -> (dsv4_status, *mut dsv4
 }
 
 /// Pitfall 77: nothing is serialised by the caller. Sixteen threads open, feed, submit, step, cancel and close at once; under
-/// ThreadSanitizer in `.ci/full`.
+/// the thread sanitizer in `.ci/full`.
 #[test]
 fn sixteen_threads_open_step_cancel_and_close_without_a_lock_of_their_own() {
     const THREADS: usize = 16;
