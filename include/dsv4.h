@@ -52,10 +52,11 @@
 //
 // A function that takes an object as `const` may run on several threads at once. One that takes it without `const` is for
 // one thread at a time: a second one gets `BUSY` at once. `_free` needs an object that no other call uses. Callbacks run
-// on the calling thread, except the log's. Signals may arrive at any time; calls go on.
+// on the calling thread, except the log's. Signals may arrive at any time; calls go on. Programs that have no thread for
+// each session submit calls as requests: see "Event loops".
 //
-// After `fork()` the parent goes on. In the child, engines, sessions and generations that it inherited are of no use:
-// every call with one returns `UNAVAILABLE` at once, and freeing it does nothing. Models may be used, also for engines of
+// After `fork()` the parent goes on. In the child, engines, sessions, generations and requests that it inherited are of no
+// use: every call with one returns `UNAVAILABLE` at once, and freeing it does nothing. Models may be used, also for engines of
 // the child's own.
 //
 // PANICS
@@ -1048,15 +1049,6 @@ dsv4_status dsv4_session_set_call_options(dsv4_session *session,
                                           const dsv4_call_options *options,
                                           dsv4_error *err);
 
-// Runs one step of what calls with `waits_only` wait for, on this thread. `*worked` receives 1 if there was something to do
-// and 0 if not, or if another thread is at it already.
-//
-// Errors: `UNAVAILABLE` in a fork of the process. What goes wrong in the step is told to the calls in it.
-DSV4_API DSV4_NODISCARD
-dsv4_status dsv4_engine_step(const dsv4_engine *engine,
-                             int32_t *worked,
-                             dsv4_error *err);
-
 
 ////////////////////////////////////////////////////////////////////////////////////////////////////
 // Session file
@@ -1405,6 +1397,150 @@ dsv4_status dsv4_session_generate(dsv4_session *session,
                                   void *userdata,
                                   int32_t *finish,
                                   dsv4_error *err);
+
+
+////////////////////////////////////////////////////////////////////////////////////////////////////
+// Event loops
+//
+// Calls that return at once, for programs with a loop of their own. A submitted call does the same as one that waits, with
+// the same results, options, cancels and time limits, and shares steps with all others; but nobody waits in it. The work is
+// done in `dsv4_engine_step`, which the loop calls when a descriptor can be read, and by threads that wait in calls of other
+// sessions. One thread's loop, with any number of requests:
+//
+// ```c
+// while (requests_left > 0) {
+//     poll(&wake, 1, -1);                      // or epoll, kqueue, libuv, glib; among whatever else there is
+//     if (dsv4_engine_step(engine, &worked, &err) != DSV4_STATUS_OK) return;   // one step for all of them
+//     for (each request) {
+//         dsv4_request_event event = {0};
+//         event.size = sizeof event;
+//         while (dsv4_request_poll(request, &event, &err) == DSV4_STATUS_OK && event.kind != DSV4_REQUEST_EVENT_KIND_NONE)
+//             on_event(request, &event);         // a token, the end, ...
+//     }
+// }
+// ```
+//
+// While a request runs, its session, and a generation's sampler, are `BUSY`; they can be used again when the request has
+// told its end, or is freed. `dsv4_session_cancel` works all the time.
+
+// What is new with a request.
+enum dsv4_request_event_kind
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // Nothing.
+    DSV4_REQUEST_EVENT_KIND_NONE = 0,
+    // `done` of the `total` tokens of a prompt are in the session. Only the last such news is kept.
+    DSV4_REQUEST_EVENT_KIND_PROGRESS = 1,
+    // A token was generated, with the text that became certain with it.
+    DSV4_REQUEST_EVENT_KIND_PIECE = 2,
+    // The request is over: with `status` and, if that is no error, a generation's `finish`. The last news; session and
+    // sampler are free again.
+    DSV4_REQUEST_EVENT_KIND_END = 3,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum dsv4_request_event_kind dsv4_request_event_kind;
+#else
+typedef int32_t dsv4_request_event_kind;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// A submitted call. One thread at a time.
+typedef struct dsv4_request dsv4_request;
+
+// News of a request. Set `size` to `sizeof(dsv4_request_event)` before the call that fills it.
+typedef struct dsv4_request_event {
+    // `sizeof(dsv4_request_event)`.
+    size_t size;
+    // `text_len` bytes of UTF-8 and a final NUL, valid until the next call with this request: a piece's text, as in
+    // `dsv4_piece`; at the end, the message of an error. Otherwise empty.
+    const char *text;
+    // Bytes of `text`, without the NUL.
+    size_t text_len;
+    // Of a prompt: tokens that are in the session.
+    uint64_t done;
+    // Of a prompt: all its tokens.
+    uint64_t total;
+    // A `dsv4_request_event_kind`.
+    int32_t kind;
+    // Of a piece: the token. A stop token is reported too.
+    uint32_t token;
+    // At the end of a generation: a `dsv4_finish`; otherwise `NONE`.
+    int32_t finish;
+    // See `dsv4_finish`; otherwise 0.
+    uint32_t finish_value;
+    // At the end: the `dsv4_status` that a call which waits would have returned; otherwise 0.
+    int32_t status;
+    // 0.
+    int32_t reserved;
+} dsv4_request_event;
+
+// Submits a `dsv4_session_feed` and returns at once: nothing is computed or checked yet, and what is wrong with the tokens
+// is told at the end. The tokens are copied. `*out` receives the request, to be freed with `dsv4_request_free`.
+//
+// Errors: `BUSY`; `OUT_OF_MEMORY`; `UNAVAILABLE` in a fork of the process.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_submit_feed(dsv4_session *session,
+                                     const uint32_t *tokens,
+                                     size_t n_tokens,
+                                     dsv4_request **out,
+                                     dsv4_error *err);
+
+// Submits a `dsv4_session_generate` to its end and returns at once; each piece is an event. `options` may be NULL. `*out`
+// receives the request, to be freed with `dsv4_request_free`.
+//
+// Errors: as `dsv4_generation_new`; `BUSY`; `UNAVAILABLE` in a fork of the process.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_submit_generate(dsv4_session *session,
+                                         dsv4_sampler *sampler,
+                                         const dsv4_generation_options *options,
+                                         dsv4_request **out,
+                                         dsv4_error *err);
+
+// The oldest news that was not fetched; of kind `NONE` if there is none now. Does no work and does not wait.
+//
+// Errors: `BUSY`; `OUT_OF_MEMORY` for the text (call it again); `UNAVAILABLE` in a fork of the process. What goes wrong
+// with the request itself is told by its end.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_request_poll(dsv4_request *request,
+                              dsv4_request_event *event,
+                              dsv4_error *err);
+
+// As `dsv4_request_poll`, but works, for all who wait, or waits until there is news: for `timeout_ms` milliseconds at most,
+// or without end if that is `UINT64_MAX`. A step that has begun is completed.
+//
+// Errors: as `dsv4_request_poll`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_request_wait(dsv4_request *request,
+                              uint64_t timeout_ms,
+                              dsv4_request_event *event,
+                              dsv4_error *err);
+
+// Frees a request. One that is not over is cancelled first: the session keeps what was complete, and can be used. If
+// another thread has it in a step at this moment, the end of that step is waited for. `request` may be NULL.
+DSV4_API void dsv4_request_free(dsv4_request *request);
+
+// Has requests go on, and runs one step of what they and calls with `waits_only` wait for, on this thread. `*worked`
+// receives 1 if there was something to do and 0 if not, or if another thread is at it already.
+//
+// Errors: `UNAVAILABLE` in a fork of the process. What goes wrong in the step is told to the calls in it.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_engine_step(const dsv4_engine *engine,
+                             int32_t *worked,
+                             dsv4_error *err);
+
+// A descriptor that can be read, as `poll` and `epoll` mean it, while `dsv4_engine_step` has something to do or has left
+// news with requests. It is for waiting only, belongs to the engine, and lives as long as the engine and its sessions. One
+// loop uses it: a step takes the signal back, so a second loop might miss it.
+//
+// Errors: `UNSUPPORTED` where descriptors are none (Windows): use `dsv4_request_wait`, or steps in an idle handler; `IO` if
+// the system gives none; `UNAVAILABLE` in a fork of the process.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_engine_wake_fd(const dsv4_engine *engine,
+                                int32_t *fd,
+                                dsv4_error *err);
 
 
 ////////////////////////////////////////////////////////////////////////////////////////////////////

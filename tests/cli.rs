@@ -122,6 +122,9 @@ fn help_explains_every_option_of_every_command() {
         "--prefetch",
         "--prefetch-depth",
         "--tier-timeout",
+        "--when-full",
+        "--session-tier",
+        "--degraded",
     ];
     let sampling = [
         "--greedy",
@@ -135,6 +138,8 @@ fn help_explains_every_option_of_every_command() {
         "--penalty-window",
         "--seed",
         "--context",
+        "--time-limit",
+        "--metrics",
     ];
     let run = ["--prompt", "--prompt-file", "--bos", "--no-bos", "--markup", "--max-tokens", "--stop", "--ignore-eos"];
     let run_output = ["--echo", "--no-echo", "--stats", "--session"];
@@ -149,6 +154,7 @@ fn help_explains_every_option_of_every_command() {
         "--sessions",
         "--max-context",
         "--seed",
+        "--metrics",
         "--json",
         "--csv",
     ];
@@ -213,6 +219,9 @@ fn wrong_usage_is_exit_code_2_and_says_what_is_wrong() {
     misused(&run_args(&["--prefetch", "off"]), "--disk-tier <FOLDER>");
     misused(&run_args(&["--prefetch", "soon"]), "off, next or aggressive");
     misused(&run_args(&["--prefetch-depth", "0"]), "1024");
+    misused(&run_args(&["--when-full", "cry"]), "evict, refuse or wait");
+    misused(&run_args(&["--degraded", "80"]), "80:8192:64");
+    misused(&run_args(&["--time-limit", "0"]), "above 0");
     misused(&["cache"], "FILE");
     misused(&run_args(&["--stop", ""]), "--stop");
     misused(&run_args(&["--greedy", "--top-k", "3"]), "cannot be used with");
@@ -304,6 +313,28 @@ fn the_same_seed_gives_the_same_text_however_it_is_computed() {
     assert_eq!(ok(&run_args(&["--seed", "0"])), first);
     assert_eq!(ok(&run_args(&["--threads", "1", "--chunk", "2"])), first);
     assert_ne!(ok(&run_args(&["--seed", "1"])), first);
+}
+
+#[test]
+fn a_full_cache_a_time_limit_and_load_are_told_apart_and_figures_are_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let (figures, prompt) = (dir.path().join("figures"), "a little dog ran ".repeat(600));
+    let long = |more: &[&'static str]| [&["run", MODEL, "-n", "1", "--chunk", "16", "--prompt"], more].concat();
+    let with = |more: &[&'static str]| long(more).into_iter().map(String::from).collect::<Vec<_>>();
+    let mut args = with(&[]);
+    args.extend([prompt.clone(), "--time-limit".into(), "0.001".into()]);
+    fails(&args.iter().map(String::as_str).collect::<Vec<_>>(), &["time limit"]);
+    let mut args = with(&[]);
+    args.extend([prompt, "--cache-bytes".into(), "1M".into(), "--when-full".into(), "refuse".into()]);
+    fails(&args.iter().map(String::as_str).collect::<Vec<_>>(), &["cache is full"]);
+
+    let plain = ok(&run_args(&[]));
+    let options =
+        ["--degraded", "80:4096:64", "--session-tier", "1M", "--time-limit", "600", "--metrics", text(&figures)];
+    assert_eq!(ok(&run_args(&options)), plain, "the text is the same");
+    let figures = fs::read_to_string(&figures).unwrap();
+    assert!(figures.starts_with("# HELP dsv4_") && figures.contains("\ndsv4_degraded 0\n"), "{figures}");
+    fails(&run_args(&["--metrics", MODEL]), &["tiny-v4"]);
 }
 
 #[test]

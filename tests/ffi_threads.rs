@@ -14,6 +14,7 @@ use dsv4::ffi::call::*;
 use dsv4::ffi::engine::*;
 use dsv4::ffi::metrics::*;
 use dsv4::ffi::model::*;
+use dsv4::ffi::request::*;
 use dsv4::ffi::session::*;
 use dsv4::ffi::status::*;
 
@@ -181,8 +182,74 @@ fn figures_are_read_and_steps_are_run_in_callbacks_while_sessions_come_and_go() 
     unsafe { dsv4_session_free(handles.session) };
 }
 
+fn event_of(request: *mut dsv4_request, timeout_ms: u64) -> (dsv4_status, dsv4_request_event) {
+    // SAFETY: a struct of numbers and NULL.
+    let mut event: dsv4_request_event = unsafe { std::mem::zeroed() };
+    event.size = size_of::<dsv4_request_event>();
+    // SAFETY: as above.
+    let status = unsafe { dsv4_request_wait(request, timeout_ms, &raw mut event, null_mut()) };
+    (status, event)
+}
+
+fn submit(session: *mut dsv4_session, tokens: &[u32]) -> (dsv4_status, *mut dsv4_request) {
+    let mut request = null_mut();
+    // SAFETY: as above.
+    let status =
+        unsafe { dsv4_session_submit_feed(session, tokens.as_ptr(), tokens.len(), &raw mut request, null_mut()) };
+    (status, request)
+}
+
+/// Pitfall 77: nothing is serialised by the caller. Sixteen threads open, feed, submit, step, cancel and close at once; under
+/// the thread sanitizer in `.ci/full`.
+#[test]
+fn sixteen_threads_open_step_cancel_and_close_without_a_lock_of_their_own() {
+    const THREADS: usize = 16;
+    let handles = Handles::new();
+    thread::scope(|scope| {
+        let shared = &handles;
+        for i in 0..THREADS {
+            scope.spawn(move || {
+                for round in 0..3 {
+                    let (session, prompt) = (new_session(shared.engine), [(20 * i + round) as u32; 40]);
+                    let is_cancelled = (i + round) % 4 == 0;
+                    if is_cancelled {
+                        // SAFETY: as above.
+                        assert_eq!(unsafe { dsv4_session_cancel(session, null_mut()) }, OK);
+                    }
+                    let fed = feed(session, &prompt, None, null_mut());
+                    assert_eq!(fed, if is_cancelled { dsv4_status::Cancelled } else { OK });
+                    let (status, request) = submit(session, &prompt);
+                    assert_eq!(status, OK);
+                    let mut worked = 0;
+                    // SAFETY: as above.
+                    assert_eq!(unsafe { dsv4_engine_step(shared.engine, &raw mut worked, null_mut()) }, OK);
+                    if (i + round) % 3 > 0 {
+                        let (status, mut event) = event_of(request, u64::MAX);
+                        while event.kind == dsv4_request_event_kind::Progress as i32 {
+                            event = event_of(request, u64::MAX).1;
+                        }
+                        assert_eq!((status, event.kind, event.status), (OK, dsv4_request_event_kind::End as i32, 0));
+                    }
+                    // SAFETY: not used any more.
+                    unsafe { dsv4_request_free(request) };
+                    assert_eq!(feed(session, &prompt[..2], None, null_mut()), OK);
+                    // SAFETY: not used any more.
+                    unsafe { dsv4_session_free(session) };
+                }
+            });
+        }
+    });
+    // SAFETY: a struct of numbers.
+    let mut metrics: dsv4_engine_metrics = unsafe { std::mem::zeroed() };
+    metrics.size = size_of::<dsv4_engine_metrics>();
+    // SAFETY: as above.
+    assert_eq!(unsafe { dsv4_engine_get_metrics(handles.engine, &raw mut metrics, null_mut()) }, OK);
+    assert_eq!((metrics.sessions, metrics.waiting_calls), (1, 0));
+    handles.free();
+}
+
 /// What the child of a fork does with everything it inherited; 0 if each call said so at once.
-fn child(handles: Handles) -> i32 {
+fn child(handles: Handles, request: *mut dsv4_request) -> i32 {
     let mut err = dsv4_error { size: 0, code: OK, message: [0; DSV4_ERROR_MESSAGE_SIZE] };
     let inherited = dsv4_status::Unavailable;
     // SAFETY: as above.
@@ -213,6 +280,14 @@ fn child(handles: Handles) -> i32 {
     if [fork, new, clear, step, flush, figures] != [inherited; 6] {
         return 3;
     }
+    let mut fd = 0;
+    // SAFETY: as above.
+    let wake = unsafe { dsv4_engine_wake_fd(handles.engine, &raw mut fd, null_mut()) };
+    if [wake, submit(handles.session, &[5]).0, event_of(request, u64::MAX).0] != [inherited; 3] {
+        return 4;
+    }
+    // SAFETY: not used any more.
+    unsafe { dsv4_request_free(request) };
     handles.free();
     0
 }
@@ -234,18 +309,27 @@ fn after_a_fork_the_parent_goes_on_and_the_child_gets_a_status_and_never_hangs()
             // SAFETY: not used any more.
             unsafe { dsv4_session_free(session) };
         });
+        // and a request that the worker's steps take along
+        let submitted = new_session(shared.engine);
+        let (status, request) = submit(submitted, &[6; 60]);
+        assert_eq!(status, OK);
         for round in 0..10 {
             thread::sleep(Duration::from_millis(3 + 2 * round));
             // SAFETY: the child calls nothing but the library and `_exit`.
             let pid = unsafe { libc::fork() };
             assert!(pid >= 0, "fork");
             if pid == 0 {
-                let code = child(*shared);
+                let code = child(*shared, request);
                 // SAFETY: ends the child without running anything of the parent's.
                 unsafe { libc::_exit(code) };
             }
             assert_eq!(wait(pid), Some(0), "round {round}");
         }
+        while event_of(request, u64::MAX).1.kind != dsv4_request_event_kind::End as i32 {}
+        // SAFETY: not used any more.
+        unsafe { dsv4_request_free(request) };
+        // SAFETY: not used any more.
+        unsafe { dsv4_session_free(submitted) };
         done.store(true, Ordering::Relaxed);
         worker.join().expect("the parent's thread went on");
     });

@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dsv4::{
-    CheckpointPolicy, Engine, EngineOptions, ErrorKind, Finish, GenerateOptions, Markup, Model, Numerics, Sampler,
-    SamplerOptions, Session, SessionOptions, TokenId,
+    CheckpointPolicy, DeviceChoice, Engine, EngineOptions, ErrorKind, Finish, GenerateOptions, KvFormat, Markup, Model,
+    Numerics, Sampler, SamplerOptions, Session, SessionOptions, TokenId,
 };
 
 fn engine(chunk: usize) -> Arc<Engine> {
@@ -167,5 +167,35 @@ fn a_cleared_session_equals_a_fresh_one() {
         session(&engine, 0).feed(ids).unwrap();
         fresh.feed(ids).unwrap();
         assert_eq!(used.logits(), fresh.logits(), "a prompt of {len} tokens inherits nothing");
+    }
+}
+
+/// Pitfall 75: behind the first token of a thought, on every layout of the work: threads, sizes of chunks, formats of the
+/// cache, and (`DSV4_TEST_DEVICE`) a device.
+#[test]
+fn a_thought_goes_on_with_the_same_tokens_on_every_layout() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-v4");
+    let model = Model::open(folder).unwrap();
+    let prompt =
+        model.tokenizer().unwrap().encode("<｜User｜>What is the secret word?<｜Assistant｜><think>", Markup::Parse);
+    let prompt: Vec<_> = std::iter::once(model.config().bos_token_id).chain(prompt.unwrap()).collect();
+    for kv_format in [KvFormat::Fp8, KvFormat::Bf16, KvFormat::F32] {
+        let mut first: Option<Vec<TokenId>> = None;
+        for (threads, prefill_chunk) in [(1, 256), (2, 1), (3, 7), (5, 64)] {
+            let options =
+                EngineOptions { threads, prefill_chunk, kv_format: Some(kv_format), ..EngineOptions::default() };
+            let options = common::subject::on_device(options);
+            if kv_format != KvFormat::Fp8 && options.device != DeviceChoice::Cpu {
+                continue;
+            }
+            let mut session = session(&Engine::new(&model, options).unwrap(), 256);
+            session.feed(&prompt).unwrap();
+            let (mut sampler, options) =
+                (greedy(), GenerateOptions { max_tokens: Some(12), ignore_eos: true, ..GenerateOptions::default() });
+            let tokens: Vec<_> =
+                session.generate(&mut sampler, options).unwrap().map(|piece| piece.unwrap().token).collect();
+            assert_eq!(tokens.len(), 12);
+            assert_eq!(*first.get_or_insert(tokens.clone()), tokens, "{kv_format}, {threads} threads, {prefill_chunk}");
+        }
     }
 }

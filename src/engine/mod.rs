@@ -1,7 +1,9 @@
 //! An engine: one model on one device with its numerics, threads and cache format. Sessions run on it.
 #![forbid(unsafe_code)]
 
+mod agenda;
 mod batch;
+mod bell;
 mod cancel;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -23,18 +25,21 @@ use crate::error::{ErrorKind, Result, bail};
 use crate::model::deepseek_v4::{Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
 
+use agenda::Agenda;
 use batch::Batcher;
 use metrics::Meter;
 use room::Room;
 use step::{Job, Stepped};
 
+pub(crate) use agenda::{Task, now};
+pub(crate) use batch::LOOK;
 pub use cancel::CancelToken;
 pub(crate) use cancel::Stop;
 pub use metrics::{EngineMetrics, Histogram, SessionMetrics};
 pub use options::{DegradedMode, DeviceChoice, EngineOptions, WhenFull};
 pub(crate) use process::Process;
 pub(crate) use room::{Pin, Place, Plan, Slot};
-pub(crate) use step::{Done, Last, Request, Stayed, Terms, Work};
+pub(crate) use step::{Caller, Done, Last, Request, Stayed, Terms, Work};
 
 /// One model ready to run. Shared between sessions and threads.
 ///
@@ -52,6 +57,7 @@ pub struct Engine {
     device: Device,
     cache: Arc<CacheManager>,
     batcher: Batcher<Job, Done>,
+    agenda: Arc<Agenda>,
     /// Tokens that the device chose.
     choices: AtomicU64,
     room: Arc<Room>,
@@ -111,7 +117,7 @@ impl Engine {
         let batcher = Batcher::new(options.prefill_chunk, device.sequences());
         let (room, meter) = (Room::new(&cache, options.tiers.session_bytes), Meter::new());
         let (model, choices) = (Arc::clone(model), AtomicU64::new(0));
-        let process = Process::current();
+        let (agenda, process) = (Arc::default(), Process::current());
         Ok(Arc::new(Self {
             model,
             options,
@@ -121,6 +127,7 @@ impl Engine {
             device,
             cache,
             batcher,
+            agenda,
             choices,
             room,
             meter,

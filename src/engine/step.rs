@@ -3,6 +3,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
+use std::task::Wake;
 use std::time::{Duration, Instant};
 
 use crate::TokenId;
@@ -13,6 +14,7 @@ use crate::model::deepseek_v4::{LogitRows, Segment};
 use crate::sampler::Draw;
 
 use super::Engine;
+use super::agenda::{Course, Task};
 use super::batch::{Between, Call, Demand, Limits, Reply, Runner};
 use super::cancel::Stop;
 use super::options::WhenFull;
@@ -102,19 +104,31 @@ pub(crate) struct Request {
     pub(crate) stop: Stop,
     /// Higher goes first.
     pub(crate) priority: i32,
-    /// Whether its thread may work for others.
-    pub(crate) leads: bool,
+    /// When it began.
+    pub(crate) began: Instant,
+    /// What its thread does meanwhile.
+    pub(crate) caller: Caller,
     /// Whether it waits for room.
     pub(crate) waits: bool,
     /// What it needs in all.
     pub(crate) plan: Plan,
 }
 
+/// What the thread of a call does while its tokens are in the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Caller {
+    /// It waits, and may work for all who do.
+    Leads,
+    /// It waits.
+    Waits,
+    /// It goes on with something else.
+    Leaves,
+}
+
 /// How a call of a session is treated, however many steps it takes.
 #[derive(Clone, Debug)]
 pub(crate) struct Terms {
     since: u64,
-    began: Instant,
     request: Request,
     decodes: bool,
 }
@@ -127,7 +141,7 @@ impl Terms {
 
     /// When the call began.
     pub(crate) fn began(&self) -> Instant {
-        self.began
+        self.request.began
     }
 
     /// Sets what the call needs in all.
@@ -186,30 +200,36 @@ impl Engine {
     /// Begins a call.
     pub(crate) fn begin(&self, request: Request) -> Terms {
         let decodes = request.tokens <= DECODING;
-        Terms { since: self.batcher.new_call(), began: Instant::now(), request, decodes }
+        Terms { since: self.batcher.new_call(), request, decodes }
     }
 
     /// Takes the first of the tokens through the model behind what `slot` holds, at least one of them, together with what
     /// other calls want at the same time. On error the sequence is as before. If it had been lost, it is empty afterwards,
     /// and nothing else was done.
     ///
+    /// The future is ready at once, unless the caller leaves.
+    ///
     /// # Panics
     /// With a panic of the step, if it was over these tokens alone; the sequence is then as before.
-    pub(crate) fn step(&self, slot: &Arc<Slot>, work: Work<'_>, terms: &Terms) -> Result<Done> {
+    pub(crate) async fn step(&self, slot: &Arc<Slot>, work: Work<'_>, terms: &Terms) -> Result<Done> {
         self.check_process()?;
         let Work { tokens, logits, last, ends } = work;
         let tokens = alloc::copied("tokens of a step", tokens)?;
-        let Terms { since, began, decodes, ref request } = *terms;
+        let Terms { since, decodes, ref request } = *terms;
         // what waits for its pages only is no text that is read
         let decodes = decodes || tokens.is_empty();
         let demand =
             Demand { tokens: tokens.len().max(1), decodes, priority: request.priority, since, passed: 0, apart: false };
-        let (waits, plan, entered) = (request.waits, request.plan, Instant::now());
+        let (waits, plan, began, entered) = (request.waits, request.plan, request.began, Instant::now());
         let returns = slot.is_prompt(self.batcher.patience());
         slot.enqueue(request.priority, since);
         let job = Job { slot: Arc::clone(slot), tokens, logits, last, decodes, waits, plan, began, entered, ends };
-        let (stop, leads, member) = (request.stop.clone(), request.leads, slot.number());
-        let (_, outcome) = self.batcher.call(Call { job, demand, stop, leads, member, returns }, self);
+        let (stop, leads, member) = (request.stop.clone(), request.caller == Caller::Leads, slot.number());
+        let call = Call { job, demand, stop, leads, member, returns };
+        let (_, outcome) = match request.caller {
+            Caller::Leaves => self.batcher.submit(call, self).await,
+            Caller::Leads | Caller::Waits => self.batcher.call(call, self),
+        };
         slot.leave();
         let result = outcome.unwrap_or_else(|payload| std::panic::resume_unwind(payload));
         if result.is_err() {
@@ -218,10 +238,47 @@ impl Engine {
         result
     }
 
-    /// Runs one step of what calls wait for, if any do and none of them leads it: for threads that work for others.
-    /// Returns whether there was something to do: never in a fork of the process.
+    /// Has [submitted](crate::Session::submit) calls go on, and runs one step of what calls wait for, if any do and none of
+    /// their threads leads: for threads that work for others. Returns whether there was something to do: never in a fork of
+    /// the process.
     pub fn run_waiting_step(&self) -> bool {
-        self.check_process().is_ok() && self.batcher.step(self)
+        if self.check_process().is_err() {
+            return false;
+        }
+        self.agenda.bell().silence();
+        let is_advanced = self.agenda.advance();
+        let is_stepped = self.batcher.step(self);
+        // results are seen now, and the next tokens are in the queue before the next step
+        self.agenda.advance();
+        is_advanced || is_stepped
+    }
+
+    /// For event loops: a descriptor that can be read, as `poll` or `epoll` mean it, while [`Engine::run_waiting_step`] has
+    /// something to do, or has left news with submitted calls. It is to be waited for only, and belongs to the engine.
+    ///
+    /// The loop's round is: wait for the descriptor, call [`Engine::run_waiting_step`] once, ask the submitted calls for
+    /// [news](crate::Pending::poll). If several threads do that, each may miss what another one was woken for.
+    ///
+    /// # Errors
+    /// `Io` if the system gives none; `Unavailable` in a fork of the process.
+    #[cfg(unix)]
+    pub fn wake_fd(&self) -> Result<std::os::fd::RawFd> {
+        self.check_process()?;
+        self.agenda.bell().descriptor(std::os::fd::AsRawFd::as_raw_fd)
+    }
+
+    /// A task for a submitted call. In a fork of the process nothing is done with it.
+    pub(crate) fn begin_task(&self, course: Course) -> Arc<Task> {
+        let task = Task::new(&self.agenda, course);
+        if self.check_process().is_ok() {
+            Arc::clone(&task).wake();
+        }
+        task
+    }
+
+    /// Ends the calls in the queue that were stopped, of those whose threads do not lead.
+    pub(crate) fn dismiss_stopped(&self) {
+        self.batcher.dismiss();
     }
 
     /// Has everything that a step of the job needs. If nothing was staged, the sequence was brought into pages, and that is
@@ -402,6 +459,10 @@ impl Runner<Job, Done> for Engine {
 
     fn room(&self) -> u64 {
         self.room.within_reach()
+    }
+
+    fn unattended(&self) {
+        self.agenda.bell().ring();
     }
 
     fn squeeze(&self, limits: Limits) -> Limits {

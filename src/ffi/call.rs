@@ -5,8 +5,7 @@
 
 use std::time::Duration;
 
-use super::args::{Options, Out, SizedStruct, choice, count, flag, init_options, object, options};
-use super::engine::dsv4_engine;
+use super::args::{Options, SizedStruct, choice, count, flag, init_options, object, options};
 use super::guard::{guard, guard_value};
 use super::session::dsv4_session;
 use super::status::{dsv4_error, dsv4_status};
@@ -113,28 +112,6 @@ pub unsafe extern "C" fn dsv4_session_set_call_options(
             when_full: choice(options.when_full, "when_full", &WHEN_FULL, |w| w as i32)?,
             reserve: count(options.reserve, "reserve")?,
         });
-        Ok(())
-    })
-}
-
-/// Runs one step of what calls with `waits_only` wait for, on this thread. `*worked` receives 1 if there was something to do
-/// and 0 if not, or if another thread is at it already.
-///
-/// Errors: `UNAVAILABLE` in a fork of the process. What goes wrong in the step is told to the calls in it.
-#[unsafe(no_mangle)]
-#[must_use]
-pub unsafe extern "C" fn dsv4_engine_step(
-    engine: *const dsv4_engine,
-    worked: *mut i32,
-    err: *mut dsv4_error,
-) -> dsv4_status {
-    // SAFETY: NULL or a valid output by the header's contract.
-    let worked = unsafe { Out::new(worked, "worked") };
-    guard("dsv4_engine_step", err, || {
-        // SAFETY: as above.
-        let engine = unsafe { object(engine, "engine") }?.get()?;
-        worked.check()?;
-        worked.set(i32::from(engine.run_waiting_step()));
         Ok(())
     })
 }

@@ -23,6 +23,7 @@ use super::sampler::dsv4_sampler;
 use super::session::dsv4_session;
 use super::status::{dsv4_error, dsv4_status};
 use crate::alloc;
+use crate::engine::now;
 use crate::error::{Result, bail};
 use crate::sampler::Sampler;
 use crate::session::{Decoding, Finish, GenerateOptions, Piece, Session};
@@ -337,7 +338,7 @@ impl Running {
         }
         let mut session = self.session.get()?;
         let mut sampler = self.sampler.get()?;
-        self.decoding.advance(&mut session, &mut sampler)
+        now(self.decoding.advance(&mut session, &mut sampler))
     }
 
     /// Ends the generation and keeps the text that was held back.
@@ -363,7 +364,7 @@ impl Running {
     }
 }
 
-fn number(finish: Option<Finish>) -> (dsv4_finish, u32) {
+pub(super) fn number(finish: Option<Finish>) -> (dsv4_finish, u32) {
     match finish {
         None => (dsv4_finish::None, 0),
         Some(Finish::Eos) => (dsv4_finish::Eos, 0),
@@ -378,7 +379,7 @@ fn number(finish: Option<Finish>) -> (dsv4_finish, u32) {
 ///
 /// # Safety
 /// The arrays are NULL or have as many elements as their counts say; strings end with a NUL.
-unsafe fn read(options: &dsv4_generation_options) -> Result<GenerateOptions> {
+pub(super) unsafe fn read(options: &dsv4_generation_options) -> Result<GenerateOptions> {
     reserved(options.reserved)?;
     // SAFETY: by the contract above.
     let tokens = unsafe { slice(options.stop_tokens, options.n_stop_tokens, "stop_tokens") }?;

@@ -7,7 +7,7 @@
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::panicking;
 
 use super::guard::injection_point;
@@ -75,9 +75,18 @@ impl<T> Drop for SharedUse<'_, T> {
 pub(super) struct Exclusive<T> {
     what: &'static str,
     made_in: Option<Process>,
-    value: Mutex<T>,
+    value: Mutex<Held<T>>,
     /// Whether a call on it waits for a callback, which may only read it.
     held: AtomicBool,
+}
+
+/// What the handle of an [`Exclusive`] object holds.
+enum Held<T> {
+    Here(T),
+    /// A submitted call has it.
+    Lent,
+    /// It was lost in a panic of such a call.
+    Lost,
 }
 
 /// While it lives, its object can only be read.
@@ -90,12 +99,12 @@ impl Drop for Hold<'_> {
 }
 
 /// The use of an [`Exclusive`] object; others are refused until it is dropped.
-pub(super) struct ExclusiveUse<'a, T>(MutexGuard<'a, T>);
+pub(super) struct ExclusiveUse<'a, T>(MutexGuard<'a, Held<T>>);
 
 impl<T> Exclusive<T> {
     /// `what` as for [`Shared::new`].
     pub(super) fn new(what: &'static str, value: T) -> Self {
-        Self { what, made_in: None, value: Mutex::new(value), held: AtomicBool::new(false) }
+        Self { what, made_in: None, value: Mutex::new(Held::Here(value)), held: AtomicBool::new(false) }
     }
 
     /// As [`Shared::bound`].
@@ -125,12 +134,36 @@ impl<T> Exclusive<T> {
     pub(super) fn read(&self) -> Result<ExclusiveUse<'_, T>> {
         self.made_in.map_or(Ok(()), |process| process.check(self.what))?;
         let using = match self.value.try_lock() {
-            Ok(lock) => ExclusiveUse(lock),
+            Ok(lock) => match *lock {
+                Held::Here(_) => ExclusiveUse(lock),
+                Held::Lent => {
+                    bail!(Busy, "{} is in use by a request, until that has told its end or is freed", self.what)
+                }
+                Held::Lost => return poisoned(self.what),
+            },
             Err(TryLockError::WouldBlock) => bail!(Busy, "{} is in use by another thread", self.what),
             Err(TryLockError::Poisoned(_)) => return poisoned(self.what),
         };
         injection_point();
         Ok(using)
+    }
+
+    /// Puts back what was [lent](ExclusiveUse::lend); without it, the object is lost.
+    pub(super) fn give_back(&self, value: Option<T>) {
+        let mut held = self.value.lock().unwrap_or_else(PoisonError::into_inner);
+        *held = value.map_or(Held::Lost, Held::Here);
+    }
+}
+
+const HERE: &str = "a use begins with an object that is here, and lending it ends the use";
+
+impl<T> ExclusiveUse<'_, T> {
+    /// Takes the object out for a submitted call: until it is [given back](Exclusive::give_back), every use is refused.
+    pub(super) fn lend(mut self) -> T {
+        match std::mem::replace(&mut *self.0, Held::Lent) {
+            Held::Here(value) => value,
+            Held::Lent | Held::Lost => unreachable!("{HERE}"),
+        }
     }
 }
 
@@ -138,13 +171,19 @@ impl<T> Deref for ExclusiveUse<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        &self.0
+        match &*self.0 {
+            Held::Here(value) => value,
+            Held::Lent | Held::Lost => unreachable!("{HERE}"),
+        }
     }
 }
 
 impl<T> DerefMut for ExclusiveUse<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        &mut self.0
+        match &mut *self.0 {
+            Held::Here(value) => value,
+            Held::Lent | Held::Lost => unreachable!("{HERE}"),
+        }
     }
 }
 
@@ -195,6 +234,17 @@ mod tests {
         assert_eq!(*object.read().expect("readable"), 1);
         drop(hold);
         *object.get().expect("free") += 1;
+    }
+
+    #[test]
+    fn a_lent_object_is_busy_until_it_is_given_back_and_poisoned_if_it_is_lost() {
+        let object = Exclusive::new("the object", 1);
+        let lent = object.get().expect("free").lend();
+        assert_eq!([object.get().err(), object.read().err()].map(|e| e.expect("lent").kind()), [ErrorKind::Busy; 2]);
+        object.give_back(Some(lent + 1));
+        assert_eq!(object.get().expect("free again").lend(), 2);
+        object.give_back(None);
+        assert_eq!(object.get().err().expect("lost").kind(), ErrorKind::Poisoned);
     }
 
     #[test]

@@ -52,10 +52,11 @@
 //!
 //! A function that takes an object as `const` may run on several threads at once. One that takes it without `const` is for
 //! one thread at a time: a second one gets `BUSY` at once. `_free` needs an object that no other call uses. Callbacks run
-//! on the calling thread, except the log's. Signals may arrive at any time; calls go on.
+//! on the calling thread, except the log's. Signals may arrive at any time; calls go on. Programs that have no thread for
+//! each session submit calls as requests: see "Event loops".
 //!
-//! After `fork()` the parent goes on. In the child, engines, sessions and generations that it inherited are of no use:
-//! every call with one returns `UNAVAILABLE` at once, and freeing it does nothing. Models may be used, also for engines of
+//! After `fork()` the parent goes on. In the child, engines, sessions, generations and requests that it inherited are of no
+//! use: every call with one returns `UNAVAILABLE` at once, and freeing it does nothing. Models may be used, also for engines of
 //! the child's own.
 //!
 //! PANICS
@@ -99,6 +100,7 @@ pub mod log;
 pub mod metrics;
 pub mod model;
 pub mod plan;
+pub mod request;
 pub mod sampler;
 pub mod session;
 pub mod session_file;
@@ -129,6 +131,7 @@ pub mod testing {
         "session_file",
         "sampler",
         "generate",
+        "request",
         "chat",
         "cache",
         "metrics",

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use crate::TokenId;
+use crate::engine::now;
 use crate::error::{Result, bail};
 use crate::sampler::Sampler;
 
@@ -120,7 +121,7 @@ impl Iterator for Generation<'_> {
         if self.finish().is_some() || self.failed {
             return None;
         }
-        let result = self.decoding.advance(self.session, self.sampler);
+        let result = now(self.decoding.advance(self.session, self.sampler));
         self.failed = result.is_err();
         Some(result)
     }
@@ -154,8 +155,8 @@ impl Decoding {
     }
 
     /// The next token, of the session it was started with; not called after the end. After an error it can be tried
-    /// again.
-    pub(crate) fn advance(&mut self, session: &mut Session, sampler: &mut Sampler) -> Result<Piece> {
+    /// again. Ready at once, unless it is part of a submitted call.
+    pub(crate) async fn advance(&mut self, session: &mut Session, sampler: &mut Sampler) -> Result<Piece> {
         if session.position() != self.position {
             bail!(
                 InvalidArgument,
@@ -165,7 +166,7 @@ impl Decoding {
             );
         }
         if let Some(token) = self.pending {
-            session.feed_for(token, sampler)?;
+            session.feed_for(token, sampler).await?;
             self.pending = None;
             self.position += 1;
         }

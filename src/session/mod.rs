@@ -5,6 +5,7 @@ pub mod eval;
 mod file;
 mod generate;
 mod logits;
+mod pending;
 mod prefix;
 mod room;
 mod stop;
@@ -13,12 +14,12 @@ use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::TokenId;
 use crate::alloc;
 use crate::cache::{BLOCK_TOKENS, Checkpoint, Mark, PrefixKey, State};
-use crate::engine::{Done, Engine, Last, SessionMetrics, Slot, Terms, WhenFull, Work};
+use crate::engine::{Done, Engine, Last, SessionMetrics, Slot, Terms, WhenFull, Work, now};
 use crate::error::{Error, ErrorKind, Result, bail};
 use crate::model::deepseek_v4::LogitRows;
 use crate::sampler::Sampler;
@@ -29,6 +30,7 @@ pub use crate::engine::CancelToken;
 pub use file::{SaveOptions, Saved, SessionFile, SessionFileInfo};
 pub(crate) use generate::Decoding;
 pub use generate::{Finish, GenerateOptions, Generation, Piece};
+pub use pending::{Event, Pending};
 pub use stop::{Step, StopConditions, StopMatcher, StopReason};
 
 /// Options of a session.
@@ -124,6 +126,8 @@ pub struct Session {
     reused: u64,
     cancel: CancelToken,
     calls: CallOptions,
+    /// When the call that is at work was submitted; `None` if its thread waits.
+    submitted: Option<Instant>,
     /// Most tokens of a step.
     chunk: usize,
     metrics: SessionMetrics,
@@ -162,6 +166,7 @@ impl Session {
             reused: 0,
             cancel: CancelToken::default(),
             calls: CallOptions::default(),
+            submitted: None,
             chunk: engine.options().prefill_chunk,
             metrics: SessionMetrics::default(),
         }
@@ -184,8 +189,12 @@ impl Session {
         tokens: &[TokenId],
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
     ) -> Result<()> {
+        now(self.read(tokens, progress))
+    }
+
+    async fn read(&mut self, tokens: &[TokenId], progress: impl FnMut(Progress) -> ControlFlow<()>) -> Result<()> {
         let last = if tokens.len() == 1 && self.leaves_logits() { Last::Stay } else { Last::Come };
-        self.run(tokens, LogitRows::Last, last, progress, &mut |_, _| Ok(()))
+        self.run(tokens, LogitRows::Last, last, progress, |_, _| Ok(())).await
     }
 
     /// Whether the logits of a token may stay with the device that computes them: not if the caller looked at the last ones.
@@ -195,15 +204,15 @@ impl Session {
 
     /// As [`Session::feed`], handing out the logits of every token: `sink(position, logits)`.
     pub fn feed_all(&mut self, tokens: &[TokenId], sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
-        self.run(tokens, LogitRows::All, Last::Come, &mut |_| ControlFlow::Continue(()), sink)
+        now(self.run(tokens, LogitRows::All, Last::Come, |_| ControlFlow::Continue(()), sink))
     }
 
     /// As [`Session::feed`] of one token whose successor `sampler` is about to choose: where the engine's device can do
     /// that, the logits stay there, and [`Session::choose`] finds the choice. Not if the caller looked at the last ones.
-    pub(crate) fn feed_for(&mut self, token: TokenId, sampler: &Sampler) -> Result<()> {
+    pub(crate) async fn feed_for(&mut self, token: TokenId, sampler: &Sampler) -> Result<()> {
         let draw = self.leaves_logits().then(|| sampler.draw(self.engine.model().config().vocab_size)).flatten();
         let last = draw.map_or(Last::Come, Last::Choose);
-        self.run(&[token], LogitRows::Last, last, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
+        self.run(&[token], LogitRows::Last, last, |_| ControlFlow::Continue(()), |_, _| Ok(())).await
     }
 
     /// The token that `sampler` chooses from the session's logits.
@@ -223,13 +232,14 @@ impl Session {
         sampler.sample(self.logits.get(&self.engine)?)
     }
 
-    fn run(
+    /// What all calls that feed do; ready at once, unless the call was submitted.
+    async fn run(
         &mut self,
         tokens: &[TokenId],
         rows: LogitRows,
         last: Last,
-        progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
-        sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+        progress: impl FnMut(Progress) -> ControlFlow<()>,
+        sink: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
         self.engine.check_process()?;
         let vocab = self.engine.model().config().vocab_size;
@@ -251,7 +261,7 @@ impl Session {
             .try_reserve(kept)
             .map_err(|_| Error::out_of_memory("earlier logits", (kept * size_of::<Logits>()) as u64))?;
         let _pin = self.cache.pin();
-        let result = self.run_parts(tokens, rows, last, progress, sink);
+        let result = self.run_parts(tokens, rows, last, progress, sink).await;
         if result.is_err() {
             self.cache.forget_promise();
         }
@@ -259,17 +269,17 @@ impl Session {
     }
 
     /// The work of a call that can begin, whose sequence is pinned.
-    fn run_parts(
+    async fn run_parts(
         &mut self,
         tokens: &[TokenId],
         rows: LogitRows,
         mut last: Last,
-        progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
-        sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+        mut progress: impl FnMut(Progress) -> ControlFlow<()>,
+        mut sink: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let vocab = self.engine.model().config().vocab_size;
         let terms = self.terms(tokens.len());
-        self.catch_up(|| terms.clone())?;
+        self.catch_up(&terms).await?;
         let mut done = if rows == LogitRows::Last { self.reuse(tokens)? } else { 0 };
         let end = self.position() + tokens.len() - done;
         while done < tokens.len() {
@@ -278,9 +288,9 @@ impl Session {
             let wanted = if rows == LogitRows::Last && !is_last { LogitRows::None } else { rows };
             let last_of = if is_last { std::mem::take(&mut last) } else { Last::Come };
             let work = Work { tokens: part, logits: wanted, last: last_of, ends: is_last };
-            let step = self.engine.step(&self.cache, work, &terms)?;
+            let step = self.engine.step(&self.cache, work, &terms).await?;
             if step.tokens == 0 {
-                self.catch_up(|| terms.clone())?;
+                self.catch_up(&terms).await?;
                 continue;
             }
             self.count(&step, &terms);
@@ -448,6 +458,7 @@ impl Session {
             reused: self.reused,
             cancel: CancelToken::default(),
             calls: self.calls,
+            submitted: None,
             chunk: self.chunk,
             metrics: SessionMetrics { is_degraded: self.metrics.is_degraded, ..SessionMetrics::default() },
         })
@@ -477,7 +488,7 @@ impl Session {
         }
         // the last token is always computed, for its logits
         let rest = self.go_below(position)?;
-        self.run(&rest, LogitRows::Last, Last::Come, &mut |_| ControlFlow::Continue(()), &mut |_, _| Ok(()))
+        now(self.run(&rest, LogitRows::Last, Last::Come, |_| ControlFlow::Continue(()), |_, _| Ok(())))
     }
 
     /// Goes back to what the session has in common with `tokens`, and returns how many tokens that is; feed the rest of
@@ -524,8 +535,9 @@ impl Session {
         self.mark = Some(Arc::new(Mark::new(self.engine.cache(), checkpoint)));
     }
 
-    /// Drops what the session knows of the tokens from `position` on.
+    /// Drops what the session knows of the tokens from `position` on, and the room that was promised for them.
     fn cut(&mut self, position: usize) {
+        self.cache.forget_promise();
         self.tokens.truncate(position);
         self.keys.truncate(position / BLOCK_TOKENS);
         self.unsettled = self.unsettled.take().filter(|mark| mark.position() <= position);
@@ -597,6 +609,17 @@ impl Session {
     /// The engine it runs on.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine
+    }
+}
+
+impl Drop for Session {
+    /// In a fork of the process its parts are left alone: their end takes locks, which may be held by threads that are not
+    /// there.
+    fn drop(&mut self) {
+        if self.engine.check_process().is_err() {
+            let (engine, cache) = (Arc::clone(&self.engine), Arc::clone(&self.cache));
+            std::mem::forget((engine, cache, self.mark.take(), self.unsettled.take()));
+        }
     }
 }
 

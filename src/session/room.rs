@@ -8,7 +8,7 @@
 use std::time::Instant;
 
 use crate::cache::{BLOCK_TOKENS, CacheBytes, CheckpointPolicy};
-use crate::engine::{Last, Pin, Place, Plan, Request, SessionMetrics, Stop, Terms, WhenFull, Work};
+use crate::engine::{Caller, Last, Pin, Place, Plan, Request, SessionMetrics, Stop, Terms, WhenFull, Work, now};
 use crate::error::Result;
 use crate::model::deepseek_v4::LogitRows;
 
@@ -18,13 +18,20 @@ impl Session {
     /// How a call of `tokens` tokens that begins now is treated.
     pub(super) fn terms(&self, tokens: usize) -> Terms {
         let calls = &self.calls;
-        let deadline = calls.time_limit.and_then(|limit| Instant::now().checked_add(limit));
+        let began = self.submitted.unwrap_or_else(Instant::now);
+        let deadline = calls.time_limit.and_then(|limit| began.checked_add(limit));
+        let caller = match self.submitted {
+            Some(_) => Caller::Leaves,
+            None if calls.waits_only => Caller::Waits,
+            None => Caller::Leads,
+        };
         let when_full = calls.when_full.unwrap_or(self.engine.options().when_full);
         let mut terms = self.engine.begin(Request {
             tokens,
             stop: Stop { cancel: self.cancel.clone(), deadline },
             priority: calls.priority,
-            leads: !calls.waits_only,
+            began,
+            caller,
             waits: when_full == WhenFull::Wait,
             plan: Plan { end: self.position() + tokens, is_checked: false },
         });
@@ -42,27 +49,26 @@ impl Session {
     pub(super) fn ready(&self) -> Result<Pin> {
         self.engine.check_process()?;
         let pin = self.cache.pin();
-        self.catch_up(|| self.terms(0))?;
+        if !self.is_whole() {
+            // several readers may want it, and one of them brings it for all
+            let _alone = self.cache.begin_return();
+            now(self.catch_up(&self.terms(0)))?;
+        }
         Ok(pin)
     }
 
-    /// As [`Session::ready`], for a session that is pinned.
-    pub(super) fn catch_up(&self, terms: impl FnOnce() -> Terms) -> Result<()> {
-        if self.is_whole() {
-            return Ok(());
-        }
-        // several readers may want it, and one of them brings it for all
-        let _alone = self.cache.begin_return();
-        if self.is_whole() { Ok(()) } else { self.bring_back(&terms().unplanned()) }
+    /// As [`Session::ready`], for a call that has pinned the session and is its only one.
+    pub(super) async fn catch_up(&self, terms: &Terms) -> Result<()> {
+        if self.is_whole() { Ok(()) } else { self.bring_back(&terms.unplanned()).await }
     }
 
     fn is_whole(&self) -> bool {
         matches!(&self.cache.lock().place, Place::Here(cache) if cache.len() == self.tokens.len())
     }
 
-    fn bring_back(&self, terms: &Terms) -> Result<()> {
+    async fn bring_back(&self, terms: &Terms) -> Result<()> {
         let work = |tokens| Work { tokens, logits: LogitRows::None, last: Last::Come, ends: false };
-        self.engine.step(&self.cache, work(&[]), terms)?;
+        self.engine.step(&self.cache, work(&[]), terms).await?;
         loop {
             let at = self.cache.sequence().len();
             let at = if at == 0 { self.take_over()? } else { at };
@@ -71,7 +77,7 @@ impl Session {
             }
             // one that was lost again meanwhile is empty after the step
             let part = &self.tokens[at..self.tokens.len().min(at + self.chunk)];
-            let done = self.engine.step(&self.cache, work(part), terms)?;
+            let done = self.engine.step(&self.cache, work(part), terms).await?;
             self.cache.count_recomputed(done.tokens);
         }
         self.share_again()

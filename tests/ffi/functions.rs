@@ -1,8 +1,8 @@
 //! The functions by name. A test compares the table with the header.
 
 use dsv4::ffi::{
-    cache, call, chat, device, engine, generate, log, metrics, model, plan, sampler, session, session_file, status,
-    tokenizer, version,
+    cache, call, chat, device, engine, generate, log, metrics, model, plan, request, sampler, session, session_file,
+    status, tokenizer, version,
 };
 
 macro_rules! functions {
@@ -27,12 +27,14 @@ pub(crate) const FUNCTIONS: &[Function] = functions! {
     session: dsv4_session_options_init_sized dsv4_session_new dsv4_session_free dsv4_session_feed dsv4_session_feed_all
         dsv4_session_logits dsv4_session_tokens dsv4_session_get_info dsv4_session_clear dsv4_session_fork
         dsv4_session_truncate dsv4_session_keep_common dsv4_session_cancel;
-    call: dsv4_call_options_init_sized dsv4_session_set_call_options dsv4_engine_step;
+    call: dsv4_call_options_init_sized dsv4_session_set_call_options;
     session_file: dsv4_session_save dsv4_session_restore dsv4_session_file_get_info dsv4_session_file_verify;
     sampler: dsv4_sampler_options_init_sized dsv4_sampler_new dsv4_sampler_free dsv4_sampler_sample dsv4_sampler_accept
         dsv4_sampler_reset;
     generate: dsv4_generation_options_init_sized dsv4_generation_new dsv4_generation_free dsv4_generation_next
         dsv4_generation_finish dsv4_session_generate;
+    request: dsv4_session_submit_feed dsv4_session_submit_generate dsv4_request_poll dsv4_request_wait dsv4_request_free
+        dsv4_engine_step dsv4_engine_wake_fd;
     chat: dsv4_chat_options_init_sized dsv4_chat_render dsv4_prompt_free dsv4_prompt_tokens dsv4_prompt_text
         dsv4_chat_parser_new dsv4_chat_parser_free dsv4_chat_parser_push_token dsv4_chat_parser_push_text
         dsv4_chat_parser_finish dsv4_chat_parser_next dsv4_chat_parser_message;

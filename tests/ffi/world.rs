@@ -67,6 +67,9 @@ impl World {
         for (kind, maker) in [
             ("dsv4_engine", "dsv4_engine_new"),
             ("dsv4_session", "dsv4_session_new"),
+            // which takes that session
+            ("dsv4_request", "dsv4_session_submit_feed"),
+            ("dsv4_session", "dsv4_session_new"),
             ("dsv4_sampler", "dsv4_sampler_new"),
             ("", "dsv4_session_feed"),
             ("", "dsv4_session_save"),
@@ -78,7 +81,7 @@ impl World {
             let signature = signatures.iter().find(|s| s.name == maker).expect("it is in the header");
             let (outcome, object) = world.run(signature, None);
             assert_eq!(outcome.status, Some(0), "{maker}: {}", world.message());
-            world.handles.extend(object.map(|object| (kind, object)));
+            world.handles.splice(0..0, object.map(|object| (kind, object)));
         }
         world
     }
@@ -198,7 +201,7 @@ impl World {
             ("uint32_t", "token") => 5,
             ("uint32_t", "header_version") => 1 << 8,
             ("size_t", "index")
-            | ("uint64_t", "context" | "position")
+            | ("uint64_t", "context" | "position" | "timeout_ms")
             | ("int32_t", "complete" | "markup" | "thinking" | "level" | "status")
             | ("void *", "userdata") => 0,
             ("dsv4_progress_callback", _) => on_progress as *const () as usize,

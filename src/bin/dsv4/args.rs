@@ -12,13 +12,14 @@ use clap::Args;
 use dsv4::cache::BLOCK_TOKENS;
 use dsv4::cache::tier::{Prefetch, TierOptions};
 use dsv4::{
-    CheckpointPolicy, DeviceChoice, Engine, EngineOptions, Error, ErrorKind, KvFormat, Model, Numerics, SamplerOptions,
-    SaveOptions, Session, SessionOptions, file,
+    CallOptions, CheckpointPolicy, DegradedMode, DeviceChoice, Engine, EngineOptions, Error, ErrorKind, KvFormat,
+    Model, Numerics, SamplerOptions, SaveOptions, Session, SessionOptions, WhenFull, file,
 };
 use serde_json::Value;
 
 use crate::failure::{Failure, Result};
 use crate::number::{between, whole};
+use crate::outfile::OutFile;
 use crate::output::note;
 use crate::progress;
 
@@ -119,6 +120,20 @@ struct CacheArgs {
     /// Most milliseconds that a prompt waits for the tiers before it computes instead
     #[arg(long, value_name = "MS", default_value_t = TierOptions::default().timeout.as_millis() as u32)]
     tier_timeout: u32,
+
+    /// What a prompt does for which the cache has no room: evict (take what there is), refuse (compare before it begins) or
+    /// wait
+    #[arg(long, value_name = "POLICY", default_value = "evict", value_parser = when_full)]
+    when_full: WhenFull,
+
+    /// Host memory for the pages of idle sessions, which give them up for others
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    session_tier: u64,
+
+    /// From LOAD percent of the cache in use on, new sessions have a CONTEXT and a CHUNK of so many tokens at most, such as
+    /// 80:8192:64
+    #[arg(long, value_name = "LOAD:CONTEXT:CHUNK", value_parser = degraded)]
+    degraded: Option<DegradedMode>,
 }
 
 impl CacheArgs {
@@ -132,9 +147,31 @@ impl CacheArgs {
             prefetch: self.prefetch,
             prefetch_depth: self.prefetch_depth as usize,
             timeout: Duration::from_millis(self.tier_timeout.into()),
-            ..TierOptions::default()
+            session_bytes: self.session_tier,
         }
     }
+}
+
+fn when_full(text: &str) -> Result<WhenFull, String> {
+    match text {
+        "evict" => Ok(WhenFull::Evict),
+        "refuse" => Ok(WhenFull::Refuse),
+        "wait" => Ok(WhenFull::Wait),
+        _ => Err("evict, refuse or wait".to_owned()),
+    }
+}
+
+fn degraded(text: &str) -> Result<DegradedMode, String> {
+    let numbers: Option<Vec<usize>> = text.split(':').map(|number| number.parse().ok().filter(|&n| n > 0)).collect();
+    match numbers.as_deref() {
+        Some(&[load @ 1..=100, context, chunk]) => Ok(DegradedMode { load_percent: load as u32, context, chunk }),
+        _ => Err("three numbers, such as 80:8192:64, the first at most 100".to_owned()),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let time = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    time.filter(|time| !time.is_zero()).ok_or_else(|| "a number of seconds above 0, such as 30 or 0.5".to_owned())
 }
 
 fn prefetch(text: &str) -> Result<Prefetch, String> {
@@ -195,7 +232,8 @@ impl EngineArgs {
             prefix_salt: self.cache.salt.clone(),
             tiers: self.cache.tiers(),
             poison_cache: self.cache.poison,
-            ..EngineOptions::default()
+            when_full: self.cache.when_full,
+            degraded: self.cache.degraded,
         }
     }
 
@@ -228,6 +266,42 @@ impl ContextArgs {
 
     fn options(&self) -> SessionOptions {
         SessionOptions { context: self.context, ..SessionOptions::default() }
+    }
+}
+
+/// How long calls may take.
+#[derive(Args)]
+pub(crate) struct CallArgs {
+    /// Most seconds for a prompt, and for each token behind it; what takes longer is an error, and what was complete stays
+    /// in the session
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, help_heading = "Engine")]
+    time_limit: Option<Duration>,
+}
+
+impl CallArgs {
+    pub(crate) fn apply(&self, session: &mut Session) {
+        session.set_call_options(CallOptions { time_limit: self.time_limit, ..CallOptions::default() });
+    }
+}
+
+/// Where figures go.
+#[derive(Args)]
+pub(crate) struct MetricsArgs {
+    /// Write the engine's figures at the end, as text for Prometheus
+    #[arg(long, value_name = "FILE", help_heading = "Engine")]
+    metrics: Option<PathBuf>,
+}
+
+impl MetricsArgs {
+    /// Refuses a file that could not be written, before the work begins.
+    pub(crate) fn check(&self, model: &Path) -> Result<Option<OutFile>> {
+        self.metrics.as_deref().map(|file| OutFile::check(file, &[], model)).transpose()
+    }
+
+    /// Writes the figures to what [`Self::check`] gave.
+    pub(crate) fn write(file: Option<&OutFile>, engine: &Engine) -> Result {
+        let text = engine.metrics().to_prometheus();
+        file.map_or(Ok(()), |file| file.write(|out| out.write_all(text.as_bytes())))
     }
 }
 
@@ -430,6 +504,18 @@ impl Defaults {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_degraded_mode_is_three_numbers_and_a_time_limit_some_seconds() {
+        assert_eq!(degraded("80:8192:64"), Ok(DegradedMode { load_percent: 80, context: 8192, chunk: 64 }));
+        for text in ["", "80", "80:1", "101:1:1", "0:1:1", "80:0:1", "80:1:0", "80:1:1:1", "a:b:c", "-1:1:1"] {
+            assert!(degraded(text).unwrap_err().contains("80:8192:64"), "{text}");
+        }
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for text in ["", "0", "-1", "x", "inf", "nan", "1e300"] {
+            assert!(seconds(text).unwrap_err().contains("above 0"), "{text}");
+        }
+    }
 
     #[test]
     fn sizes_have_units_of_1024_or_where_they_end_with_a_plain_b_of_1000() {

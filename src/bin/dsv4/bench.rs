@@ -3,12 +3,13 @@
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use dsv4::{CheckpointPolicy, Engine, EngineOptions, Error, ErrorKind, Model, Session, SessionOptions, TokenId, alloc};
 use serde_json::{Value, json};
 
-use crate::args::EngineArgs;
+use crate::args::{EngineArgs, MetricsArgs};
 use crate::failure::{Failure, Result};
 use crate::interrupt::Interrupt;
 use crate::number::{between, whole};
@@ -96,6 +97,9 @@ pub(crate) struct Args {
     csv: bool,
 
     #[command(flatten)]
+    metrics: MetricsArgs,
+
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
@@ -135,19 +139,25 @@ pub(crate) fn run(args: &Args) -> Result {
     if prefills.is_empty() && args.decode == 0 {
         return Err(Failure::Usage("--prefill 0 --decode 0 leaves nothing to measure".to_owned()));
     }
+    let metrics = args.metrics.check(&args.model)?;
     // nothing is taken from a cache: what is measured is computed
     let options = EngineOptions { checkpoints: CheckpointPolicy::None, ..args.engine.options() };
     let engine = Engine::new(&Model::open(&args.model)?, options)?;
+    measure(args, &engine, &prefills)?;
+    MetricsArgs::write(metrics.as_ref(), &engine)
+}
+
+fn measure(args: &Args, engine: &Arc<Engine>, prefills: &[usize]) -> Result {
     if args.layers {
         let mut ids = Ids { vocab: engine.model().config().vocab_size as u64, state: args.seed };
-        return layers::run(args, &engine, &prefills, &mut |n| ids.take(n));
+        return layers::run(args, engine, prefills, &mut |n| ids.take(n));
     }
     if !args.sessions.is_empty() {
-        return sessions::run(args, &engine, &prefills);
+        return sessions::run(args, engine, prefills);
     }
     let mut bench = Bench {
         ids: Ids { vocab: engine.model().config().vocab_size as u64, state: args.seed },
-        session: Session::new(&engine, SessionOptions::default())?,
+        session: Session::new(engine, SessionOptions::default())?,
         interrupt: Interrupt::arm(),
         repetitions: args.repetitions as usize,
     };
@@ -156,7 +166,7 @@ pub(crate) fn run(args: &Args) -> Result {
     let bar =
         progress::bar("bench", (args.context.len() * (prefills.len() + usize::from(args.decode > 0))) as u64, "kinds");
     for &context in &args.context {
-        for &tokens in &prefills {
+        for &tokens in prefills {
             measurements.push(bench.prefill(context, tokens)?);
             bar.inc(1);
         }
@@ -165,12 +175,12 @@ pub(crate) fn run(args: &Args) -> Result {
             bar.inc(1);
         }
     }
-    let bandwidth = if args.bandwidth { Some(bench.bandwidth(&engine, args.decode)?) } else { None };
+    let bandwidth = if args.bandwidth { Some(bench.bandwidth(engine, args.decode)?) } else { None };
     bar.finish_and_clear();
     match (args.json, args.csv) {
-        (true, _) => output::json(&as_json(&engine, &measurements, bandwidth.as_ref())),
-        (_, true) => print_csv(&engine, &measurements, bandwidth.as_ref()),
-        _ => print(&engine, &measurements, bandwidth.as_ref()),
+        (true, _) => output::json(&as_json(engine, &measurements, bandwidth.as_ref())),
+        (_, true) => print_csv(engine, &measurements, bandwidth.as_ref()),
+        _ => print(engine, &measurements, bandwidth.as_ref()),
     }
 }
 

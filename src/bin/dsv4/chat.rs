@@ -11,7 +11,7 @@ use dsv4::chat::{
 use dsv4::model::config::Draft;
 use dsv4::{Engine, Error, ErrorKind, Finish, GenerateOptions, Sampler, Session, file};
 
-use crate::args::{ContextArgs, EngineArgs, SamplingArgs, SessionArgs};
+use crate::args::{CallArgs, ContextArgs, EngineArgs, MetricsArgs, SamplingArgs, SessionArgs};
 use crate::failure::{Failure, Result, one_line};
 use crate::interrupt::Interrupt;
 use crate::number::whole;
@@ -73,12 +73,19 @@ pub(crate) struct Args {
     session: SessionArgs,
 
     #[command(flatten)]
+    calls: CallArgs,
+
+    #[command(flatten)]
+    metrics: MetricsArgs,
+
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
 pub(crate) fn run(args: Args) -> Result {
     args.session.check()?;
     let sampling = args.sampling.options(&args.model)?;
+    let metrics = args.metrics.check(&args.model)?;
     let tools = args.tools.as_deref().map(output::read_text).transpose()?;
     let engine = args.engine.open(&args.model)?;
     let options = ChatOptions {
@@ -98,6 +105,7 @@ pub(crate) fn run(args: Args) -> Result {
         stats: args.stats,
         tools: args.tools,
     };
+    args.calls.apply(&mut chat.session);
     chat.check(&engine)?;
     chat.resume(&args.session)?;
     let talked = chat.talk();
@@ -105,6 +113,7 @@ pub(crate) fn run(args: Args) -> Result {
         chat.complete()?;
         args.session.save(&chat.session)?;
     }
+    MetricsArgs::write(metrics.as_ref(), &engine)?;
     talked
 }
 

@@ -10,7 +10,7 @@ use dsv4::{
     TokenId,
 };
 
-use crate::args::{ContextArgs, EngineArgs, SamplingArgs, SessionArgs};
+use crate::args::{CallArgs, ContextArgs, EngineArgs, MetricsArgs, SamplingArgs, SessionArgs};
 use crate::failure::{Failure, Result};
 use crate::interrupt::Interrupt;
 use crate::number::whole;
@@ -72,6 +72,12 @@ pub(crate) struct Args {
     session: SessionArgs,
 
     #[command(flatten)]
+    calls: CallArgs,
+
+    #[command(flatten)]
+    metrics: MetricsArgs,
+
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
@@ -127,8 +133,10 @@ pub(crate) fn run(args: Args) -> Result {
     let text = args.prompt.text()?;
     args.session.check()?;
     let sampling = args.sampling.options(&args.model)?;
+    let metrics = args.metrics.check(&args.model)?;
     let engine = args.engine.open(&args.model)?;
     let mut session = args.session.open(&engine, &args.context)?;
+    args.calls.apply(&mut session);
     check_length(&text, engine.model(), session.remaining())?;
     let prompt = args.prompt.tokens(&session, &text)?;
     let mut sampler = Sampler::new(sampling)?;
@@ -176,6 +184,7 @@ pub(crate) fn run(args: Args) -> Result {
     // what the session used can go to the disk tier, if there is one
     drop(session);
     engine.flush_cache();
+    MetricsArgs::write(metrics.as_ref(), &engine)?;
     ended.map(drop)
 }
 
@@ -202,7 +211,8 @@ pub(crate) fn feed(session: &mut Session, ids: &[TokenId], interrupt: &Interrupt
     });
     bar.finish_and_clear();
     match fed {
-        Err(e) if e.kind() == ErrorKind::Cancelled => Err(Failure::Interrupted),
+        // not by a time limit
+        Err(e) if e.kind() == ErrorKind::Cancelled && interrupt.seen() => Err(Failure::Interrupted),
         Err(e) => Err(e.into()),
         Ok(()) if interrupt.seen() => Err(Failure::Interrupted),
         Ok(()) => Ok(()),

@@ -2,11 +2,15 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Barrier, mpsc};
+use std::sync::{Barrier, Mutex, mpsc};
 use std::thread;
 
-use super::*;
-use crate::error::bail;
+use std::time::{Duration, Instant};
+
+use super::Demand;
+use super::lead::*;
+use crate::engine::cancel::Stop;
+use crate::error::{Error, ErrorKind, Result, bail};
 
 /// A job's number.
 type Numbers = Batcher<usize, usize>;

@@ -1,8 +1,9 @@
 //! Steps behind long contexts, for benchmarks and tests.
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use super::super::{Engine, Last, Pin, Plan, Request, Slot, Stop, Work};
+use super::super::{Caller, Engine, Last, Pin, Plan, Request, Slot, Stop, Work, now};
 use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{Result, bail};
 use crate::model::deepseek_v4::{LogitRows, Segment};
@@ -56,11 +57,12 @@ impl Timing {
     pub fn step(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
         let plan = Plan { end: self.position() + ids.len(), is_checked: false };
         let (stop, tokens) = (Stop::default(), ids.len());
-        let terms = self.engine.begin(Request { tokens, stop, priority: 0, leads: true, waits: false, plan });
+        let (began, caller) = (Instant::now(), Caller::Leads);
+        let terms = self.engine.begin(Request { tokens, stop, priority: 0, began, caller, waits: false, plan });
         let mut rest = ids;
         loop {
             let work = Work { tokens: rest, logits: LogitRows::Last, last: Last::Come, ends: true };
-            let done = self.engine.step(&self.slot, work, &terms)?;
+            let done = now(self.engine.step(&self.slot, work, &terms))?;
             rest = &rest[done.tokens..];
             if rest.is_empty() {
                 return Ok(done.logits);
