@@ -1,6 +1,7 @@
 //! AVX2 with FMA: eight lanes.
 #![expect(clippy::undocumented_unsafe_blocks, reason = "all methods have the trait's contract, named once at the impl")]
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::digits::{Digits, Integers};
@@ -71,6 +72,38 @@ pub(super) unsafe fn sum4_of_eight(a: __m256, b: __m256, c: __m256, d: __m256) -
     }
 }
 
+/// Each sum plus the product of its weight with the vector at `x`.
+///
+/// Twelve sums, three weights and an input are all registers that there are, and compilers load the next input before they
+/// are done with this one, so the order is given here.
+///
+/// # Safety
+/// The processor has AVX2 and FMA; eight floats at `x`.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_three_products([a, b, c]: [__m256; 3], weights: [__m256; 3], x: *const f32) -> [__m256; 3] {
+    let (mut a, mut b, mut c) = (a, b, c);
+    // SAFETY: by contract.
+    unsafe {
+        asm!(
+            "vmovups {x}, [{at}]",
+            "vfmadd231ps {a}, {u}, {x}",
+            "vfmadd231ps {b}, {v}, {x}",
+            "vfmadd231ps {c}, {w}, {x}",
+            at = in(reg) x,
+            x = out(ymm_reg) _,
+            a = inout(ymm_reg) a,
+            b = inout(ymm_reg) b,
+            c = inout(ymm_reg) c,
+            u = in(ymm_reg) weights[0],
+            v = in(ymm_reg) weights[1],
+            w = in(ymm_reg) weights[2],
+            options(readonly, nostack, preserves_flags),
+        );
+    }
+    [a, b, c]
+}
+
 // SAFETY of every method: the processor has AVX2 and FMA, and pointers are valid as said, by the trait's contract.
 impl Vector for Avx2 {
     const LANES: usize = 8;
@@ -105,6 +138,25 @@ impl Vector for Avx2 {
     #[inline(always)]
     unsafe fn mul_add(self, by: Self, plus: Self) -> Self {
         Self(unsafe { _mm256_fmadd_ps(self.0, by.0, plus.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn accumulate<const R: usize>(sums: &mut [Self; R], weights: [Self; R], x: *const f32) {
+        unsafe {
+            if R == 3 {
+                let [s0, s1, s2] = add_three_products(
+                    [sums[0].0, sums[1].0, sums[2].0],
+                    [weights[0].0, weights[1].0, weights[2].0],
+                    x,
+                );
+                (sums[0], sums[1], sums[2]) = (Self(s0), Self(s1), Self(s2));
+                return;
+            }
+            let x = Self::load(x);
+            for r in 0..R {
+                sums[r] = weights[r].mul_add(x, sums[r]);
+            }
+        }
     }
 
     #[inline(always)]
@@ -162,6 +214,23 @@ impl Vector for Avx2 {
                 Self::top_byte(_mm256_slli_epi32::<8>(codes)),
                 Self::top_byte(codes),
             ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3_vector<const I: usize>(p: *const u8) -> Self {
+        // read anew each time: it would keep a register that `few` needs
+        static MASK: [i32; 8] = [E4M3_BITS; 8];
+        unsafe {
+            let codes = _mm256_loadu_si256(p.cast());
+            let top = match I {
+                0 => _mm256_slli_epi32::<24>(codes),
+                1 => _mm256_slli_epi32::<16>(codes),
+                2 => _mm256_slli_epi32::<8>(codes),
+                _ => codes,
+            };
+            let mask = (&raw const MASK).cast::<__m256i>().read_volatile();
+            Self(_mm256_castsi256_ps(_mm256_and_si256(_mm256_srai_epi32::<4>(top), mask)))
         }
     }
 
