@@ -72,37 +72,39 @@ pub(super) unsafe fn sum4_of_eight(a: __m256, b: __m256, c: __m256, d: __m256) -
     }
 }
 
-/// Each sum plus the product of its weight with the vector at `x`.
+/// Each sum plus the product of its weight with `x`.
 ///
-/// Twelve sums, three weights and an input are all registers that there are, and compilers load the next input before they
-/// are done with this one, so the order is given here.
+/// Twelve sums, three weights and an input are all registers that there are. Compilers would load the next input, or
+/// decode the next weights, before they are done with these; past this they move nothing that reads memory.
 ///
 /// # Safety
-/// The processor has AVX2 and FMA; eight floats at `x`.
+/// The processor has AVX2 and FMA.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn add_three_products([a, b, c]: [__m256; 3], weights: [__m256; 3], x: *const f32) -> [__m256; 3] {
-    let (mut a, mut b, mut c) = (a, b, c);
-    // SAFETY: by contract.
+unsafe fn add_three_products([mut a, mut b, mut c]: [__m256; 3], [u, v, w]: [__m256; 3], x: __m256) -> [__m256; 3] {
+    // SAFETY: by contract; registers alone are touched.
     unsafe {
         asm!(
-            "vmovups {x}, [{at}]",
             "vfmadd231ps {a}, {u}, {x}",
             "vfmadd231ps {b}, {v}, {x}",
             "vfmadd231ps {c}, {w}, {x}",
-            at = in(reg) x,
-            x = out(ymm_reg) _,
             a = inout(ymm_reg) a,
             b = inout(ymm_reg) b,
             c = inout(ymm_reg) c,
-            u = in(ymm_reg) weights[0],
-            v = in(ymm_reg) weights[1],
-            w = in(ymm_reg) weights[2],
-            options(readonly, nostack, preserves_flags),
+            u = in(ymm_reg) u,
+            v = in(ymm_reg) v,
+            w = in(ymm_reg) w,
+            x = in(ymm_reg) x,
+            options(nostack, preserves_flags),
         );
     }
     [a, b, c]
 }
+
+/// Eight times [`E4M3_BITS`].
+#[repr(align(32))]
+struct E4m3Mask([i32; 8]);
+static E4M3_MASK: E4m3Mask = E4m3Mask([E4M3_BITS; 8]);
 
 // SAFETY of every method: the processor has AVX2 and FMA, and pointers are valid as said, by the trait's contract.
 impl Vector for Avx2 {
@@ -143,16 +145,13 @@ impl Vector for Avx2 {
     #[inline(always)]
     unsafe fn accumulate<const R: usize>(sums: &mut [Self; R], weights: [Self; R], x: *const f32) {
         unsafe {
+            let x = Self::load(x);
             if R == 3 {
-                let [s0, s1, s2] = add_three_products(
-                    [sums[0].0, sums[1].0, sums[2].0],
-                    [weights[0].0, weights[1].0, weights[2].0],
-                    x,
-                );
-                (sums[0], sums[1], sums[2]) = (Self(s0), Self(s1), Self(s2));
+                let [a, b, c] = [sums[0].0, sums[1].0, sums[2].0];
+                let [a, b, c] = add_three_products([a, b, c], [weights[0].0, weights[1].0, weights[2].0], x.0);
+                (sums[0].0, sums[1].0, sums[2].0) = (a, b, c);
                 return;
             }
-            let x = Self::load(x);
             for r in 0..R {
                 sums[r] = weights[r].mul_add(x, sums[r]);
             }
@@ -220,7 +219,6 @@ impl Vector for Avx2 {
     #[inline(always)]
     unsafe fn e4m3_vector<const I: usize>(p: *const u8) -> Self {
         // read anew each time: it would keep a register that `few` needs
-        static MASK: [i32; 8] = [E4M3_BITS; 8];
         unsafe {
             let codes = _mm256_loadu_si256(p.cast());
             let top = match I {
@@ -229,7 +227,7 @@ impl Vector for Avx2 {
                 2 => _mm256_slli_epi32::<8>(codes),
                 _ => codes,
             };
-            let mask = (&raw const MASK).cast::<__m256i>().read_volatile();
+            let mask = (&raw const E4M3_MASK.0).cast::<__m256i>().read_volatile();
             Self(_mm256_castsi256_ps(_mm256_and_si256(_mm256_srai_epi32::<4>(top), mask)))
         }
     }

@@ -164,7 +164,8 @@ impl<const R: usize> Tile<R> {
         unsafe {
             let mut sums = [[V::zero(); R]; T];
             for _ in 0..groups {
-                for line in (0..ahead_step).step_by(LINE) {
+                V::prefetch_far(ahead);
+                for line in (LINE..ahead_step).step_by(LINE) {
                     V::prefetch_far(ahead.wrapping_add(line));
                 }
                 ahead = ahead.wrapping_add(ahead_step);
