@@ -122,7 +122,7 @@ impl Plan<'_> {
     }
 }
 
-/// Most tokens for which decoding weights to memory does not pay: [`Few`] decodes in registers, once for up to six or eight
+/// Most tokens for which decoding weights to memory does not pay: [`Few`] decodes in registers, once for up to four
 /// tokens. To float32 an E2M1 weight takes as long as three or four products with it in integers, and products in float32
 /// are not much faster, so quantised tokens meet those in integers ([`FewDigitDots`]).
 const FEW: usize = 12;

@@ -31,7 +31,7 @@ impl Few<'_, '_> {
         in_registers && cols.is_multiple_of(storage.form().group(simd.lanes()))
     }
 
-    /// The tokens that meet a decoded weight together: at most four, as many in each share as can be.
+    /// The tokens that meet a decoded weight together: at most four, in shares as even as can be.
     pub(in crate::backend::cpu) fn shares(tokens: usize) -> impl Iterator<Item = Range<usize>> {
         let shares = tokens.div_ceil(4);
         (0..shares).map(move |share| (share * tokens).div_ceil(shares)..((share + 1) * tokens).div_ceil(shares))
