@@ -122,7 +122,7 @@ impl Plan<'_> {
     }
 }
 
-/// Most tokens for which decoding weights to memory does not pay: [`Few`] decodes in registers, once for up to six or eight
+/// Most tokens for which decoding weights to memory does not pay: [`Few`] decodes in registers, once for up to four
 /// tokens. To float32 an E2M1 weight takes as long as three or four products with it in integers, and products in float32
 /// are not much faster, so quantised tokens meet those in integers ([`FewDigitDots`]).
 const FEW: usize = 12;
@@ -353,21 +353,24 @@ impl Unit<'_, '_> {
             let largest = (0..weight.cols / 128).map(tile_scale).fold(0.0, largest_power);
             rows.factors = [E4M3_RESCALE, largest];
             let input_scale = f64::from(simd.e4m3_exponent() as i32 - E4M3_PRODUCTS).exp2();
+            // exact for powers of two; float64 so that the quotient's range cannot matter
+            let factor = |i: usize| (f64::from(tile_scale(i)) / f64::from(largest) * input_scale) as f32;
             let scaled = aligned(&mut worker.scaled, tokens * weight.cols);
-            for (b, first_col) in (0..weight.cols).step_by(K_BLOCK).enumerate() {
-                let width = K_BLOCK.min(weight.cols - first_col);
-                let from = &x[b * x_stride + first_token * width..][..tokens * width];
-                let to = &mut scaled[b * tokens * K_BLOCK..][..tokens * width];
-                let factors: [f32; K_BLOCK / 128] = std::array::from_fn(|i| {
-                    let i = (first_col / 128 + i).min(weight.cols / 128 - 1);
-                    // exact for powers of two; float64 so that the quotient's range cannot matter
-                    (f64::from(tile_scale(i)) / f64::from(largest) * input_scale) as f32
-                });
-                // of each token in turn, or of all tokens at once
-                let (part, tile) = if input.interleaved { (tokens * width, tokens * 128) } else { (width, 128) };
-                for (from, to) in from.chunks(part).zip(to.chunks_mut(part)) {
-                    for ((from, to), factor) in from.chunks(tile).zip(to.chunks_mut(tile)).zip(factors) {
-                        scale(simd, from, factor, to);
+            if input.interleaved {
+                for share in Few::shares(tokens) {
+                    let (all, tile) = (share.start * weight.cols..share.end * weight.cols, 128 * share.len());
+                    let tiles = x[all.clone()].chunks(tile).zip(scaled[all].chunks_mut(tile));
+                    tiles.enumerate().for_each(|(i, (from, to))| scale(simd, from, factor(i), to));
+                }
+            } else {
+                for (b, first_col) in (0..weight.cols).step_by(K_BLOCK).enumerate() {
+                    let width = K_BLOCK.min(weight.cols - first_col);
+                    let from = &x[b * x_stride + first_token * width..][..tokens * width];
+                    let to = &mut scaled[b * tokens * K_BLOCK..][..tokens * width];
+                    for (from, to) in from.chunks(width).zip(to.chunks_mut(width)) {
+                        for (i, (from, to)) in from.chunks(128).zip(to.chunks_mut(128)).enumerate() {
+                            scale(simd, from, factor(first_col / 128 + i), to);
+                        }
                     }
                 }
             }
@@ -380,8 +383,7 @@ impl Unit<'_, '_> {
             return if DigitDots::takes(digits) { DigitDots { dots, digits }.run(simd) } else { dots.run(simd) };
         }
         if input.interleaved {
-            let scratch = aligned(&mut worker.block, Few::scratch(simd, tokens));
-            return Few { weights: rows, x, out: self.output, scratch }.run(simd);
+            return Few { weights: rows, x, out: self.output }.run(simd);
         }
         let scratch = aligned(&mut worker.block, Block::scratch(simd));
         Block { weights: rows, x, x_stride, first_token, out: self.output, scratch }.run(simd);

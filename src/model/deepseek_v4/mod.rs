@@ -235,6 +235,10 @@ pub(crate) fn finite_streams(layer: usize, x: &[f32], config: &Config, segments:
 /// # Errors
 /// `Numeric`, naming the token and the row of the first that is not finite.
 pub(crate) fn finite_logits(logits: &[f32], vocab: usize, mut rows: impl Iterator<Item = usize>) -> Result<()> {
+    // all at first, since a loop without an early end looks at many at a time
+    if !logits.iter().fold(false, |bad, v| bad | !v.is_finite()) {
+        return Ok(());
+    }
     let Some(bad) = logits.iter().position(|v| !v.is_finite()) else { return Ok(()) };
     let row = rows.nth(bad / vocab).unwrap_or(bad / vocab);
     bail!(

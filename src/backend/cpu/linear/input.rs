@@ -10,7 +10,7 @@ use crate::error::Result;
 
 /// An input in the order some storage wants it, at `offset` of the prepared inputs: for each block of `K_BLOCK` columns
 /// the rows of all tokens, the last block narrower, zeros behind the last column up to a whole group. Or `interleaved`, for
-/// [`Few`]: vector by vector along the columns, of each the tokens'.
+/// [`Few`], each of its shares: vector by vector along the columns, of each the tokens'.
 #[derive(Clone, Copy)]
 pub(super) struct Input<'a> {
     values: &'a [f32],
@@ -79,12 +79,21 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// Writes columns `first_col..` of all tokens, vectors of `lanes` of each in turn.
-    fn interleave(&self, order: &[u8], lanes: usize, first_col: usize, out: &mut [f32]) {
-        for (t, row) in self.values.chunks(self.stride).take(self.tokens).enumerate() {
-            let groups = out.chunks_mut(self.tokens * order.len()).zip(row[first_col..].chunks(order.len()));
-            for (to, from) in groups {
-                let vectors = to.chunks_mut(lanes).skip(t).step_by(self.tokens);
+    /// Writes `width` columns from `first_col` of the tokens from `first_token`, vectors of `lanes` of each in turn.
+    fn interleave(
+        &self,
+        order: &[u8],
+        lanes: usize,
+        first_col: usize,
+        width: usize,
+        first_token: usize,
+        out: &mut [f32],
+    ) {
+        let tokens = out.len() / width;
+        for t in 0..tokens {
+            let row = &self.values[(first_token + t) * self.stride..][first_col..][..width];
+            for (to, from) in out.chunks_mut(tokens * order.len()).zip(row.chunks(order.len())) {
+                let vectors = to.chunks_mut(lanes).skip(t).step_by(tokens);
                 for (to, order) in vectors.zip(order.chunks(lanes)) {
                     for (to, &c) in to.iter_mut().zip(order) {
                         *to = from[usize::from(c)];
@@ -119,17 +128,26 @@ pub(super) fn prepare(
     for input in inputs {
         let (mut own, after) = rest.split_at_mut(input.prepared_len().next_multiple_of(ALIGNED));
         rest = after;
-        for first_col in (0..input.padded).step_by(K_BLOCK) {
+        let columns = || (0..input.padded).step_by(K_BLOCK);
+        let mut add = |first_col: usize, tokens: Range<usize>| -> Result<()> {
             let width = K_BLOCK.min(input.padded - first_col);
-            for first_token in (0..input.tokens).step_by(TOKEN_BLOCK) {
-                let tokens = TOKEN_BLOCK.min(input.tokens - first_token);
-                let (out, after) = own.split_at_mut(tokens * width);
-                own = after;
-                reserve(&mut pieces, 1, "the inputs of a step")?;
-                let in_digits = if input.digits > 0 { width.div_ceil(DIGIT_COLS) } else { 0 };
-                let (own_digits, after) = digits.split_at_mut(in_digits);
-                digits = after;
-                pieces.push(Piece { input: *input, first_col, width, first_token, out, digits: own_digits });
+            let out = own.split_off_mut(..tokens.len() * width).expect("the input's own floats");
+            let in_digits = if input.digits > 0 { width.div_ceil(DIGIT_COLS) } else { 0 };
+            let own_digits = digits.split_off_mut(..in_digits).expect("the input's own digits");
+            reserve(&mut pieces, 1, "the inputs of a step")?;
+            let first_token = tokens.start;
+            pieces.push(Piece { input: *input, first_col, width, first_token, out, digits: own_digits });
+            Ok(())
+        };
+        if input.interleaved {
+            for share in Few::shares(input.tokens) {
+                columns().try_for_each(|first_col| add(first_col, share.clone()))?;
+            }
+            continue;
+        }
+        for first_col in columns() {
+            for first in (0..input.tokens).step_by(TOKEN_BLOCK) {
+                add(first_col, first..input.tokens.min(first + TOKEN_BLOCK))?;
             }
         }
     }
@@ -140,7 +158,7 @@ pub(super) fn prepare(
         let group = input.form.group(simd.lanes());
         let order = permutation(input.form, simd.lanes());
         if input.interleaved {
-            input.interleave(&order[..group], simd.lanes(), *first_col, out);
+            input.interleave(&order[..group], simd.lanes(), *first_col, *width, *first_token, out);
         } else {
             input.write(&order[..group], *first_col, *width, *first_token, out);
         }

@@ -1,6 +1,7 @@
 //! AVX2 with FMA: eight lanes.
 #![expect(clippy::undocumented_unsafe_blocks, reason = "all methods have the trait's contract, named once at the impl")]
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::digits::{Digits, Integers};
@@ -71,6 +72,40 @@ pub(super) unsafe fn sum4_of_eight(a: __m256, b: __m256, c: __m256, d: __m256) -
     }
 }
 
+/// Each sum plus the product of its weight with `x`.
+///
+/// Twelve sums, three weights and an input are all registers that there are. Compilers would load the next input, or
+/// decode the next weights, before they are done with these; past this they move nothing that reads memory.
+///
+/// # Safety
+/// The processor has AVX2 and FMA.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_three_products([mut a, mut b, mut c]: [__m256; 3], [u, v, w]: [__m256; 3], x: __m256) -> [__m256; 3] {
+    // SAFETY: by contract; registers alone are touched.
+    unsafe {
+        asm!(
+            "vfmadd231ps {a}, {u}, {x}",
+            "vfmadd231ps {b}, {v}, {x}",
+            "vfmadd231ps {c}, {w}, {x}",
+            a = inout(ymm_reg) a,
+            b = inout(ymm_reg) b,
+            c = inout(ymm_reg) c,
+            u = in(ymm_reg) u,
+            v = in(ymm_reg) v,
+            w = in(ymm_reg) w,
+            x = in(ymm_reg) x,
+            options(nostack, preserves_flags),
+        );
+    }
+    [a, b, c]
+}
+
+/// Eight times [`E4M3_BITS`].
+#[repr(align(32))]
+struct E4m3Mask([i32; 8]);
+static E4M3_MASK: E4m3Mask = E4m3Mask([E4M3_BITS; 8]);
+
 // SAFETY of every method: the processor has AVX2 and FMA, and pointers are valid as said, by the trait's contract.
 impl Vector for Avx2 {
     const LANES: usize = 8;
@@ -105,6 +140,22 @@ impl Vector for Avx2 {
     #[inline(always)]
     unsafe fn mul_add(self, by: Self, plus: Self) -> Self {
         Self(unsafe { _mm256_fmadd_ps(self.0, by.0, plus.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn accumulate<const R: usize>(sums: &mut [Self; R], weights: [Self; R], x: *const f32) {
+        unsafe {
+            let x = Self::load(x);
+            if R == 3 && !cfg!(miri) {
+                let [a, b, c] = [sums[0].0, sums[1].0, sums[2].0];
+                let [a, b, c] = add_three_products([a, b, c], [weights[0].0, weights[1].0, weights[2].0], x.0);
+                (sums[0].0, sums[1].0, sums[2].0) = (a, b, c);
+                return;
+            }
+            for r in 0..R {
+                sums[r] = weights[r].mul_add(x, sums[r]);
+            }
+        }
     }
 
     #[inline(always)]
@@ -162,6 +213,22 @@ impl Vector for Avx2 {
                 Self::top_byte(_mm256_slli_epi32::<8>(codes)),
                 Self::top_byte(codes),
             ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3_vector<const I: usize>(p: *const u8) -> Self {
+        // read anew each time: it would keep a register that `few` needs
+        unsafe {
+            let codes = _mm256_loadu_si256(p.cast());
+            let top = match I {
+                0 => _mm256_slli_epi32::<24>(codes),
+                1 => _mm256_slli_epi32::<16>(codes),
+                2 => _mm256_slli_epi32::<8>(codes),
+                _ => codes,
+            };
+            let mask = (&raw const E4M3_MASK.0).cast::<__m256i>().read_volatile();
+            Self(_mm256_castsi256_ps(_mm256_and_si256(_mm256_srai_epi32::<4>(top), mask)))
         }
     }
 

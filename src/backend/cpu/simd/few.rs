@@ -1,29 +1,27 @@
 //! Several tokens, too few to pay for decoded weights in memory: each vector of weights is decoded in registers where it
-//! is multiplied, once for up to six tokens, or eight of E4M3.
+//! is multiplied, once for up to four tokens.
 //!
-//! A band is taken `GROUP_ROWS` rows by `K_BLOCK` columns at a time, so that the inputs of a K block stay in the
-//! first-level cache, in register tiles of up to four rows and twelve accumulators. An accumulator is a whole vector that
-//! is put aside between K blocks, so an output's chain is the very one of [`super::rows`] and [`super::gemm`].
+//! Register tiles of three rows by four tokens, or four by two, go along whole rows, so an accumulator is a vector that
+//! stays in its register, and an output's chain is the very one of [`super::rows`] and [`super::gemm`]. The inputs of so
+//! few tokens come from the second-level cache in time; meanwhile the bytes of the next rows are asked for.
 
+use std::ops::Range;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use super::layout::K_BLOCK;
-use super::rows::{Bf16, Decode, E4m3, F32, Rows, Storage, finish, group_values};
+use super::rows::{Bf16, Decode, E4m3, F32, Rows, Storage, finish};
 use super::vector::Vector;
 use super::{Op, Simd};
 
-/// Rows that pass a K block together; a multiple of every tile's rows.
-const GROUP_ROWS: usize = 24;
+/// Bytes that a prefetch brings.
+const LINE: usize = 64;
 
 /// What [`super::Block`] computes, of storage that decodes in registers: `out[t][row] = finish(row . x[t])`.
 pub(in crate::backend::cpu) struct Few<'a, 'o> {
     pub weights: Rows<'a>,
-    /// Prepared inputs: for each vector along the columns, those of all tokens.
+    /// Prepared inputs: those of each of [`Few::shares`], and in them, vector by vector along the columns, its tokens'.
     pub x: &'a [f32],
     /// One slice of `[rows]` a token.
     pub out: &'a mut [&'o mut [f32]],
-    /// [`Few::scratch`] floats.
-    pub scratch: &'a mut [f32],
 }
 
 impl Few<'_, '_> {
@@ -33,9 +31,10 @@ impl Few<'_, '_> {
         in_registers && cols.is_multiple_of(storage.form().group(simd.lanes()))
     }
 
-    /// Floats of scratch that a call with so many tokens needs.
-    pub(in crate::backend::cpu) fn scratch(simd: Simd, tokens: usize) -> usize {
-        GROUP_ROWS * tokens * simd.lanes()
+    /// The tokens that meet a decoded weight together: at most four, in shares as even as can be.
+    pub(in crate::backend::cpu) fn shares(tokens: usize) -> impl Iterator<Item = Range<usize>> {
+        let shares = tokens.div_ceil(4);
+        (0..shares).map(move |share| (share * tokens).div_ceil(shares)..((share + 1) * tokens).div_ceil(shares))
     }
 
     /// Computes the band. Panics on slices of wrong sizes or weights that are not taken.
@@ -43,7 +42,6 @@ impl Few<'_, '_> {
         let (w, tokens) = (&self.weights, self.out.len());
         w.check();
         assert!(Self::takes(w.storage, w.cols, simd), "{:?} of {} columns", w.storage, w.cols);
-        assert!(self.scratch.len() >= Self::scratch(simd, tokens), "scratch for {tokens} tokens");
         assert!(self.out.iter().all(|o| o.len() == w.rows), "one output a row");
         assert_eq!(self.x.len(), tokens * w.cols, "prepared columns");
         simd.dispatch(self);
@@ -71,216 +69,124 @@ impl Op for Few<'_, '_> {
 /// The processor has `V`; the sizes that [`Few::run`] checks.
 #[inline(always)]
 unsafe fn band<V: Vector, D: Decode<V>>(op: Few<'_, '_>) {
-    let Few { weights: w, x, out, scratch } = op;
-    let (row_bytes, tokens, values) = (w.row_bytes(), out.len(), group_values::<V, D>());
-    let (blocks, block_bytes) = (w.cols.div_ceil(K_BLOCK), K_BLOCK / values * D::BYTES);
-    for first in (0..w.rows).step_by(GROUP_ROWS) {
-        let rows = GROUP_ROWS.min(w.rows - first);
-        let mut nan_rows = 0u32;
-        for b in 0..blocks {
-            let width = K_BLOCK.min(w.cols - b * K_BLOCK);
-            let data = &w.data[first * row_bytes + b * block_bytes..];
-            for row in 0..rows {
-                let bytes = &data[row * row_bytes..][..width / values * D::BYTES];
-                // SAFETY: the processor has `V`; the bytes are whole groups.
-                nan_rows |= u32::from(unsafe { has_nan::<V, D>(bytes) }) << row;
-            }
-            let piece = Piece {
-                rows,
-                tokens,
-                data: data.as_ptr(),
-                row_bytes,
-                x: x[b * K_BLOCK * tokens..][..tokens * width].as_ptr(),
-                width,
-                // the same row's next block, or the first of the row that takes its place
-                ahead: if b + 1 < blocks { block_bytes } else { GROUP_ROWS * row_bytes - b * block_bytes },
-                is_first: b == 0,
-                is_last: b + 1 == blocks,
-            };
-            let write = |t: usize, row: usize, sum: f32| {
-                out[t][first + row] = if nan_rows >> row & 1 == 1 { f32::NAN } else { finish(sum, w.factors) };
-            };
-            // SAFETY: the piece's rows and tokens were sliced, the scratch is large enough for them.
-            unsafe {
-                match tokens {
-                    1 | 2 => piece.multiply::<V, D, 4>(2, scratch, write),
-                    // long to decode: one row at a time, for more tokens
-                    7 | 8 if D::VECTORS > 2 => piece.multiply::<V, D, 1>(8, scratch, write),
-                    _ => piece.multiply::<V, D, 2>(6, scratch, write),
-                }
-            }
-        }
-    }
+    // SAFETY: by contract.
+    unsafe { if op.out.len() <= 2 { tiles::<V, D, 4>(op) } else { tiles::<V, D, 3>(op) } }
 }
 
-/// Whether a group of `bytes` has a NaN code.
+/// Takes the band `R` rows at a time, and these with a share of the tokens at a time.
 ///
 /// # Safety
-/// The processor has `V`; `bytes` are whole groups.
+/// As [`band`].
 #[inline(always)]
-unsafe fn has_nan<V: Vector, D: Decode<V>>(bytes: &[u8]) -> bool {
-    // SAFETY: by contract; what is decoded besides is not used, and so not computed.
-    unsafe {
-        let mut seen = V::nothing_seen();
-        for group in bytes.chunks_exact(D::BYTES) {
-            D::decode(group.as_ptr(), std::ptr::null(), &mut seen);
+unsafe fn tiles<V: Vector, D: Decode<V>, const R: usize>(op: Few<'_, '_>) {
+    let Few { weights: w, x, out } = op;
+    let (row_bytes, tokens) = (w.row_bytes(), out.len());
+    for first in (0..w.rows).step_by(R) {
+        let count = R.min(w.rows - first);
+        let mut rows = [w.data.as_ptr(); R];
+        for r in 0..R {
+            // a row that is not there is the last one's twin, whose sum is dropped
+            rows[r] = w.data[(first + r.min(count - 1)) * row_bytes..][..row_bytes].as_ptr();
         }
-        V::saw_nan(seen)
-    }
-}
-
-/// A K block of some rows and its inputs.
-#[derive(Clone, Copy)]
-struct Piece {
-    rows: usize,
-    tokens: usize,
-    data: *const u8,
-    row_bytes: usize,
-    x: *const f32,
-    width: usize,
-    /// From a row's bytes to those that are asked for meanwhile.
-    ahead: usize,
-    is_first: bool,
-    is_last: bool,
-}
-
-impl Piece {
-    /// Continues the chains of all rows and tokens, in tiles of `R` rows and an even share of the tokens, at most `most`.
-    ///
-    /// # Safety
-    /// The processor has `V`; `rows` whole groups at `data`, `tokens` inputs at `x`; `aside` holds [`GROUP_ROWS`] times
-    /// `tokens` vectors.
-    #[inline(always)]
-    unsafe fn multiply<V: Vector, D: Decode<V>, const R: usize>(
-        self,
-        most: usize,
-        aside: &mut [f32],
-        mut write: impl FnMut(usize, usize, f32),
-    ) {
-        let mut rest = aside;
-        for row in (0..self.rows).step_by(R) {
-            let mut token = 0;
-            for passes in (1..=self.tokens.div_ceil(most)).rev() {
-                let tokens = (self.tokens - token).div_ceil(passes);
-                let tile = Tile::<R> { piece: self, row, token };
-                let aside;
-                (aside, rest) = rest.split_at_mut(R * tokens * V::LANES);
-                // SAFETY: the tile's rows and tokens are the piece's.
-                unsafe {
-                    match tokens {
-                        8 if R == 1 => tile.block::<V, D, 8>(aside, &mut write),
-                        7 if R == 1 => tile.block::<V, D, 7>(aside, &mut write),
-                        6 if R <= 2 => tile.block::<V, D, 6>(aside, &mut write),
-                        5 if R <= 2 => tile.block::<V, D, 5>(aside, &mut write),
-                        4 if R <= 2 => tile.block::<V, D, 4>(aside, &mut write),
-                        3 if R <= 2 => tile.block::<V, D, 3>(aside, &mut write),
-                        2 => tile.block::<V, D, 2>(aside, &mut write),
-                        _ => tile.block::<V, D, 1>(aside, &mut write),
-                    }
+        let groups = row_bytes / D::BYTES;
+        // SAFETY: the processor has `V`; the rows are whole groups.
+        let has_nan = unsafe { saw_nan::<V, D, R>(rows, groups) };
+        for share in Few::shares(tokens) {
+            let tile = Tile {
+                rows,
+                groups,
+                x: x[share.start * w.cols..].as_ptr(),
+                // each share asks for its part of the next rows
+                ahead: w.data.as_ptr().wrapping_add((first + R) * row_bytes + R * row_bytes * share.start / tokens),
+                ahead_step: R * D::BYTES * share.len() / tokens,
+            };
+            let write = |t: usize, r: usize, sum: f32| {
+                if r < count {
+                    out[share.start + t][first + r] = if has_nan[r] { f32::NAN } else { finish(sum, w.factors) };
                 }
-                token += tokens;
+            };
+            // SAFETY: the rows are whole, and `x` has the share's vectors.
+            unsafe {
+                match share.len() {
+                    4 if R == 3 => tile.run::<V, D, 4>(write),
+                    3 if R == 3 => tile.run::<V, D, 3>(write),
+                    2 => tile.run::<V, D, 2>(write),
+                    _ => tile.run::<V, D, 1>(write),
+                }
             }
         }
     }
 }
 
-/// A register tile: `R` rows of a piece from `row`, some of its tokens from `token`.
+/// Whether each row has a NaN code.
+///
+/// # Safety
+/// The processor has `V`; so many groups at each of the rows.
+#[inline(always)]
+unsafe fn saw_nan<V: Vector, D: Decode<V>, const R: usize>(mut rows: [*const u8; R], groups: usize) -> [bool; R] {
+    // SAFETY: by contract; what is decoded besides is not used, and so not computed.
+    unsafe {
+        let mut seen = [V::nothing_seen(); R];
+        for _ in 0..groups {
+            for r in 0..R {
+                D::decode(rows[r], std::ptr::null(), &mut seen[r]);
+                rows[r] = rows[r].add(D::BYTES);
+            }
+        }
+        let mut has_nan = [false; R];
+        for r in 0..R {
+            has_nan[r] = V::saw_nan(seen[r]);
+        }
+        has_nan
+    }
+}
+
+/// `R` whole rows and a share of the tokens.
 struct Tile<const R: usize> {
-    piece: Piece,
-    row: usize,
-    token: usize,
+    rows: [*const u8; R],
+    /// Groups of a row.
+    groups: usize,
+    x: *const f32,
+    /// Bytes to ask for while the tile runs, so many a group.
+    ahead: *const u8,
+    ahead_step: usize,
 }
 
 impl<const R: usize> Tile<R> {
-    /// Fetches the accumulators of `T` tokens, continues them, and puts them aside or finishes them.
+    /// Multiplies all rows with the `T` tokens of the share and hands each sum to `write(token, row, sum)`.
     ///
     /// # Safety
-    /// As [`Piece::multiply`]; `aside` holds `R * T` vectors.
+    /// The processor has `V`; `groups` at each of the rows, and at `x` their vectors of `T` tokens.
     #[inline(always)]
-    unsafe fn block<V: Vector, D: Decode<V>, const T: usize>(
-        self,
-        aside: &mut [f32],
-        write: &mut impl FnMut(usize, usize, f32),
-    ) {
-        let Self { piece, row, token } = self;
-        assert!(aside.len() >= R * T * V::LANES);
+    unsafe fn run<V: Vector, D: Decode<V>, const T: usize>(self, mut write: impl FnMut(usize, usize, f32)) {
+        let Self { mut rows, groups, mut x, mut ahead, ahead_step } = self;
         // SAFETY: by contract.
         unsafe {
             let mut sums = [[V::zero(); R]; T];
-            if !piece.is_first {
-                for t in 0..T {
-                    for r in 0..R {
-                        sums[t][r] = V::load(aside.as_ptr().add((t * R + r) * V::LANES));
-                    }
+            for _ in 0..groups {
+                V::prefetch_far(ahead);
+                for line in (LINE..ahead_step).step_by(LINE) {
+                    V::prefetch_far(ahead.wrapping_add(line));
                 }
-            }
-            self.accumulate::<V, D, T>(&mut sums);
-            for t in 0..T {
-                for r in 0..R {
-                    sums[t][r].store(aside.as_mut_ptr().add((t * R + r) * V::LANES));
+                ahead = ahead.wrapping_add(ahead_step);
+                // decoded again for each vector, and the others left out: a whole group would not fit the registers
+                multiply(vectors::<V, D, R, 0>(rows), x, &mut sums);
+                if D::VECTORS > 1 {
+                    multiply(vectors::<V, D, R, 1>(rows), x.add(T * V::LANES), &mut sums);
                 }
-            }
-            if !piece.is_last {
-                return;
-            }
-            // from memory, so that no index into the accumulators keeps them there all along
-            for first in (0..R * T).step_by(4) {
-                let at = |i: usize| V::load(aside.as_ptr().add((first + i).min(R * T - 1) * V::LANES));
-                let totals = V::sum4([at(0), at(1), at(2), at(3)]);
-                for (n, total) in (first..R * T).zip(totals) {
-                    if row + n % R < piece.rows {
-                        write(token + n / R, row + n % R, total);
-                    }
+                if D::VECTORS > 2 {
+                    multiply(vectors::<V, D, R, 2>(rows), x.add(2 * T * V::LANES), &mut sums);
+                    multiply(vectors::<V, D, R, 3>(rows), x.add(3 * T * V::LANES), &mut sums);
                 }
-            }
-        }
-    }
-
-    /// Continues the chains of the tile by the groups of the piece.
-    ///
-    /// # Safety
-    /// As [`Tile::block`].
-    #[inline(always)]
-    unsafe fn accumulate<V: Vector, D: Decode<V>, const T: usize>(&self, sums: &mut [[V; R]; T]) {
-        let piece = self.piece;
-        let stride = piece.tokens * V::LANES;
-        // SAFETY: rows and tokens are the piece's, and each has `width` columns.
-        unsafe {
-            // a row that is not there is the last one's twin, whose sum is dropped
-            let mut rows = [piece.data; R];
-            for r in 0..R {
-                rows[r] = piece.data.add((self.row + r).min(piece.rows - 1) * piece.row_bytes);
-            }
-            let mut x = piece.x.add(self.token * V::LANES);
-            for _ in 0..piece.width / group_values::<V, D>() {
-                if self.token == 0 {
-                    for r in 0..R {
-                        V::prefetch_far(rows[r].wrapping_add(piece.ahead));
-                    }
-                }
-                if R == 1 {
-                    let weights = D::decode(rows[0], std::ptr::null(), &mut V::nothing_seen());
-                    for &weight in weights.as_ref() {
-                        multiply([weight; R], x, sums);
-                        x = x.add(stride);
-                    }
-                } else {
-                    // decoded again for each vector, and the others left out: a whole group would not fit the registers
-                    multiply(vectors::<V, D, R, 0>(rows), x, sums);
-                    x = x.add(stride);
-                    if D::VECTORS > 1 {
-                        multiply(vectors::<V, D, R, 1>(rows), x, sums);
-                        x = x.add(stride);
-                    }
-                    if D::VECTORS > 2 {
-                        multiply(vectors::<V, D, R, 2>(rows), x, sums);
-                        x = x.add(stride);
-                        multiply(vectors::<V, D, R, 3>(rows), x, sums);
-                        x = x.add(stride);
-                    }
-                }
+                x = x.add(D::VECTORS * T * V::LANES);
                 for r in 0..R {
                     rows[r] = rows[r].add(D::BYTES);
+                }
+            }
+            for t in 0..T {
+                let totals = V::sum4([sums[t][0], sums[t][1], sums[t][2], sums[t][R - 1]]);
+                for r in 0..R {
+                    write(t, r, totals[r]);
                 }
             }
         }
@@ -297,7 +203,7 @@ unsafe fn vectors<V: Vector, D: Decode<V>, const R: usize, const I: usize>(rows:
     unsafe {
         let mut vectors = [V::zero(); R];
         for r in 0..R {
-            vectors[r] = D::decode(rows[r], std::ptr::null(), &mut V::nothing_seen()).as_ref()[I];
+            vectors[r] = D::vector::<I>(rows[r]);
         }
         vectors
     }
@@ -311,12 +217,7 @@ unsafe fn vectors<V: Vector, D: Decode<V>, const R: usize, const I: usize>(rows:
 unsafe fn multiply<V: Vector, const R: usize, const T: usize>(weights: [V; R], x: *const f32, sums: &mut [[V; R]; T]) {
     for t in 0..T {
         // SAFETY: by contract.
-        unsafe {
-            let input = V::load(x.add(t * V::LANES));
-            for r in 0..R {
-                sums[t][r] = weights[r].mul_add(input, sums[t][r]);
-            }
-        }
+        unsafe { V::accumulate(&mut sums[t], weights, x.add(t * V::LANES)) };
     }
     // keeps the compiler from loading ahead what it then spills
     compiler_fence(Ordering::SeqCst);

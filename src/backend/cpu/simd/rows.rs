@@ -121,6 +121,16 @@ pub(super) trait Decode<V: Vector> {
     /// # Safety
     /// As [`Vector`]: a group at `p`, `SCALES` bytes at `scales`.
     unsafe fn decode(p: *const u8, scales: *const u8, seen: &mut V::Seen) -> Self::Values;
+
+    /// Vector `I` of a group without scales.
+    ///
+    /// # Safety
+    /// As [`Vector`]: a group at `p`.
+    #[inline(always)]
+    unsafe fn vector<const I: usize>(p: *const u8) -> V {
+        // SAFETY: by contract; what is decoded besides is not used, and so not computed.
+        unsafe { Self::decode(p, std::ptr::null(), &mut V::nothing_seen()).as_ref()[I] }
+    }
 }
 
 pub(super) struct E4m3;
@@ -137,6 +147,12 @@ impl<V: Vector> Decode<V> for E4m3 {
     unsafe fn decode(p: *const u8, _: *const u8, seen: &mut V::Seen) -> [V; 4] {
         // SAFETY: the caller's contract is that of the method.
         unsafe { V::e4m3(p, seen) }
+    }
+
+    #[inline(always)]
+    unsafe fn vector<const I: usize>(p: *const u8) -> V {
+        // SAFETY: the caller's contract is that of the method.
+        unsafe { V::e4m3_vector::<I>(p) }
     }
 }
 

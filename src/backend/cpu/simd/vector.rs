@@ -25,6 +25,17 @@ pub(super) trait Vector: Copy {
     unsafe fn mul(self, by: Self) -> Self;
     /// `self * by + plus`; one rounding on all levels but `Portable`.
     unsafe fn mul_add(self, by: Self, plus: Self) -> Self;
+    /// Adds to each sum the product of its weight with the vector at `x`.
+    #[inline(always)]
+    unsafe fn accumulate<const R: usize>(sums: &mut [Self; R], weights: [Self; R], x: *const f32) {
+        // SAFETY: by contract.
+        unsafe {
+            let x = Self::load(x);
+            for r in 0..R {
+                sums[r] = weights[r].mul_add(x, sums[r]);
+            }
+        }
+    }
     /// The smaller lane; `self` where either is NaN.
     unsafe fn min(self, bound: Self) -> Self;
     /// The larger lane; `self` where either is NaN.
@@ -40,6 +51,12 @@ pub(super) trait Vector: Copy {
     unsafe fn saw_nan(seen: Self::Seen) -> bool;
     /// A group of E4M3 codes, each value times `2^-E4M3_EXPONENT`; NaN codes decode to a finite value and are reported by `seen`.
     unsafe fn e4m3(p: *const u8, seen: &mut Self::Seen) -> [Self; 4];
+    /// Vector `I` of that.
+    #[inline(always)]
+    unsafe fn e4m3_vector<const I: usize>(p: *const u8) -> Self {
+        // SAFETY: by contract.
+        unsafe { Self::e4m3(p, &mut Self::nothing_seen())[I] }
+    }
     /// A group of packed E2M1 codes times their E8M0 scales: `4 * LANES` bytes at `p`, `LANES / 4` at `scales`.
     unsafe fn e2m1(p: *const u8, scales: *const u8) -> [Self; 8];
     /// A group of bfloat16 values.
