@@ -6,9 +6,10 @@
 // bfloat16 in shared memory, two tiles ahead. Blocks are persistent: keys and queries of the next item are on their way while
 // the last is finished.
 //
-// An item is a query, 64 heads, and a piece of its runs. Runs are cut by the number of tiles alone (`runs_of`), so that bits
-// never depend on the batch: a block that has all runs of its query adds them itself, in order, each thread from what it
-// wrote; otherwise `attend_hopper_join` does, with the same sums.
+// An item is a query, 64 heads, and a piece of its runs. For few queries there are two blocks an item, which find the same
+// scores and have half of the columns each: the end of a run takes nearly as long as a tile. Runs are cut by the number of
+// tiles alone (`runs_of`), so that bits never depend on the batch: a block that has all runs of its query adds them itself, in
+// order, each thread from what it wrote; otherwise `attend_hopper_join` or `attend_hopper_join_few` does, with the same sums.
 #include "attention_sm90.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -451,7 +452,7 @@ __device__ __forceinline__ void score(const HopperParams& h, u8* shared) {
         const u32 row = low + half * 8, head = note.y * TILE + row;
         const float2 mine = make_float2(softmax.top[half] * SCALE, softmax.sum[half]);
         sums[run * TILE + row] = mine;
-        if (h.pieces > 1 && head < p.heads) {
+        if (h.pieces > 1 && head < p.heads && blockIdx.y == 0) {
           float2* const parts = p.part_sums + u64(note.x) * MAX_SPLITS * p.heads + head;
           parts[RUNS_AT * p.heads].x = runs;
           parts[run * p.heads] = mine;
@@ -502,7 +503,22 @@ __device__ __forceinline__ void add_half(const HopperParams& h, u8* shared, u32 
   }
 }
 
-// Grid: at most one block a multiprocessor, 512 threads. Shared memory: RUNS_BYTES.
+// What the warpgroup does whose half of the columns another block has.
+__device__ __forceinline__ void look_on(u8* shared) {
+  const u32 base = shared_address(shared);
+  const uint4* notes = reinterpret_cast<const uint4*>(shared + AT_NOTES);
+  for (u32 count = 0;; count++) {
+    const u32 buffer = count % 2;
+    barrier_wait(base + FULL + buffer * 8, count / 2 % 2);
+    if (notes[count % NOTES].z & STOP) break;
+    barrier_wait(base + P_FULL, count % 2);
+    release(base + P_EMPTY);
+    release(base + EMPTY + buffer * 8);
+  }
+}
+
+// Grid (at most one block a multiprocessor, 1 or, for few queries, 2 halves of the output's columns), 512 threads. Shared
+// memory: RUNS_BYTES.
 extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper_runs(const __grid_constant__ HopperParams h) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
@@ -522,7 +538,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_hopper_runs(const __
     score(h, shared);
   } else if (group < 3) {
     take_registers<168>();
-    add_half(h, shared, group - 1);
+    if (gridDim.y == 2 && blockIdx.y != group - 1)
+      look_on(shared);
+    else
+      add_half(h, shared, group - 1);
   } else {
     give_registers<112>();
     decode_rows(h, shared);
@@ -585,14 +604,98 @@ extern "C" __global__ void __launch_bounds__(512) attend_hopper_join(const __gri
 #pragma unroll
     for (int half = 0; half < 2; half++)
       words[half][i] = bf16_pair(v[i * 4 + half * 2] * factors[low + half * 8], v[i * 4 + half * 2 + 1] * factors[low + half * 8]);
-  finish(p, words, group, quarter * 4, row, head, [&](u32 bits, int half) {
-    const u32 at = thread / 32 * 8 + thread % 32 / 4;
-    if (thread % 4 == 0) magnitudes[half][quarter][at] = bits;
-    __syncthreads();
+  finish(
+      p, words, group, quarter * 4, row, head, [&](u32 t) { return turn_of(p, row, quarter * 4 + t); },
+      [&](u32 bits, int half) {
+        const u32 at = thread / 32 * 8 + thread % 32 / 4;
+        if (thread % 4 == 0) magnitudes[half][quarter][at] = bits;
+        __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 4; i++) bits = max(bits, magnitudes[half][i][at]);
-    return bits;
-  });
+        for (int i = 0; i < 4; i++) bits = max(bits, magnitudes[half][i][at]);
+        return bits;
+      });
+}
+
+// The same sums for few queries, in blocks of 16 heads: what one multiprocessor reads at a time would bound larger ones, and
+// all that is needed is asked for before anything is waited for. Grid (4 groups of columns for every 16 heads, rows), 128
+// threads: a warp has a quarter of the columns.
+extern "C" __global__ void __launch_bounds__(128) attend_hopper_join_few(const __grid_constant__ AttentionParams p) {
+  constexpr u32 HEADS = 16;
+  constexpr u32 AHEAD = 12, ANYHOW = 4;  // runs asked for at once, and before their number is known
+  __shared__ u32 magnitudes[2][4][HEADS / 2];
+  __shared__ float2 sums[MOST_RUNS][HEADS];
+  __shared__ float undo[MOST_RUNS][HEADS], shares[MOST_RUNS][HEADS];
+  wait_for_inputs();
+  const u32 group = blockIdx.x % 4, quarter = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
+  const u32 first = blockIdx.x / 4 * HEADS, low = lane / 4, begin = quarter * 4, writer = first % TILE * 2 + lane;
+  const float2* from = p.part_sums + u64(row) * MAX_SPLITS * p.heads;
+  const u32 runs = u32(from[RUNS_AT * p.heads].x);
+  const uint4* part = part_of(p, row, 0, first / TILE, group / 2, writer) + (group % 2 * 8 + quarter * 2) * 128;
+  const u64 step = u64((p.heads + TILE - 1) / TILE) * PART;
+  uint4 parts[AHEAD][2];
+  auto ask = [&](u32 r) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) parts[r % AHEAD][i] = part[r * step + i * 128];
+  };
+#pragma unroll
+  for (u32 r = 0; r < ANYHOW; r++) ask(r);
+  for (u32 i = threadIdx.x; i < MOST_RUNS * HEADS; i += 128) {
+    const u32 at = i / HEADS * p.heads + min(first + i % HEADS, p.heads - 1);
+    sums[i / HEADS][i % HEADS] = from[at];
+    const float2 both = from[FACTORS_AT * p.heads + at];
+    undo[i / HEADS][i % HEADS] = group / 2 ? both.y : both.x;
+  }
+  float sinks[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) sinks[i] = p.sink[min(first + low + i * 8, p.heads - 1)];
+  float2 turns[4];
+  if (group == 3 && begin >= 8) {
+#pragma unroll
+    for (u32 t = 0; t < 4; t++) turns[t] = turn_of(p, row, begin + t);
+  }
+  if (runs == 1) return;
+#pragma unroll
+  for (u32 r = ANYHOW; r < AHEAD; r++)
+    if (r < runs) ask(r);
+  __syncthreads();
+  auto highest = [&](u32 head) {
+    float x = minus_infinity();
+    for (u32 r = 0; r < runs; r++) x = fmaxf(x, sums[r][head].x);
+    return x;
+  };
+  for (u32 i = threadIdx.x; i < runs * HEADS; i += 128)
+    shares[i / HEADS][i % HEADS] = expf(sums[i / HEADS][i % HEADS].x - highest(i % HEADS));
+  __syncthreads();
+  float v[16] = {}, factor[2];
+#pragma unroll
+  for (u32 i = 0; i < 2; i++) {
+    float total = 0.0f;
+    for (u32 r = 0; r < runs; r++) total = fmaf(sums[r][low + i * 8].y, shares[r][low + i * 8], total);
+    factor[i] = 1.0f / (total + expf(sinks[i] - highest(low + i * 8)));
+  }
+#pragma unroll
+  for (u32 r = 0; r < MOST_RUNS; r++) {
+    if (r >= runs) break;
+    const float weight[2] = {shares[r][low] * undo[r][low], shares[r][low + 8] * undo[r][low + 8]};
+#pragma unroll
+    for (int i = 0; i < 2; i++) add_part(v + i * 8, parts[r % AHEAD][i], weight);
+    if (r + AHEAD < runs) ask(r + AHEAD);
+  }
+  u32 words[2][4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      words[half][i] = bf16_pair(v[i * 4 + half * 2] * factor[half], v[i * 4 + half * 2 + 1] * factor[half]);
+  finish(
+      p, words, group, begin, row, first + low, [&](u32 t) { return turns[t]; },
+      [&](u32 bits, int half) {
+        if (lane % 4 == 0) magnitudes[half][quarter][low] = bits;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 4; i++) bits = max(bits, magnitudes[half][i][low]);
+        return bits;
+      });
 }
 
 #endif  // sm_90a

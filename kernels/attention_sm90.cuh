@@ -64,18 +64,23 @@ __device__ __forceinline__ u32 round_pair(u32 pair, float scale, float inverse) 
   return bf16_pair(v.x * scale, v.y * scale);
 }
 
+// How a thread's columns of a fragment turn, which is one of the last eight of its 128 columns.
+__device__ __forceinline__ float2 turn_of(const AttentionParams& p, u32 row, u32 fragment) {
+  return p.turns[u64(row) * (ROPE_DIM / 2) + (fragment - 8) * 4 + threadIdx.x % 4];
+}
+
 // Finishes columns of 16 heads that a warp holds as TILES fragments of 8 columns, scaled and packed: rotates back, rounds,
 // stores. They are columns `group` * 128 + `begin` * 8 and following; `head` is that of the thread's first row, the second
-// is 8 further. `widen` makes the magnitude of a row's fragments that of its 128 columns.
-template <int TILES, typename Widen>
+// is 8 further. `turn_at` tells how a fragment turns, `widen` makes the magnitude of a row's fragments that of its 128 columns.
+template <int TILES, typename Turn, typename Widen>
 __device__ __forceinline__ void finish(const AttentionParams& p, u32 (&words)[2][TILES], u32 group, u32 begin, u32 row,
-                                       u32 head, Widen widen) {
+                                       u32 head, Turn turn_at, Widen widen) {
   const u32 quad = threadIdx.x % 4;
   if (group == 3) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       if (begin + t < 8) continue;
-      const float2 turn = p.turns[u64(row) * (ROPE_DIM / 2) + (begin + t - 8) * 4 + quad];
+      const float2 turn = turn_at(t);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float x = low_value(words[half][t]), y = high_value(words[half][t]);
@@ -269,7 +274,8 @@ __device__ __forceinline__ void finish_half(const AttentionParams& p, const floa
 #pragma unroll
       for (int i = 0; i < 2; i++)
         words[i][t] = bf16_pair(o[group * 64 + t * 4 + i * 2] * factor[i], o[group * 64 + t * 4 + i * 2 + 1] * factor[i]);
-    finish(p, words, half * 2 + group, 0, row, head, [](u32 bits, int) { return bits; });
+    finish(
+        p, words, half * 2 + group, 0, row, head, [&](u32 t) { return turn_of(p, row, t); }, [](u32 bits, int) { return bits; });
   }
 }
 

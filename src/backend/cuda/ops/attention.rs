@@ -123,6 +123,8 @@ const HOPPER_RUN: usize = 3;
 const HOPPER_RUNS: usize = 15;
 const HOPPER_WHOLE_SHARED: usize = 209_472;
 const HOPPER_RUNS_SHARED: usize = 225_008;
+/// Most blocks of heads whose runs are added in small blocks.
+const HOPPER_FEW: usize = 8;
 
 /// Heads and keys of a block, and the bytes of its shared memory as in the kernel's `Shape`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -255,20 +257,25 @@ fn launch_hopper(stream: &Stream, attention: AttentionParams, rows: usize, most_
     let most_tiles = most_keys.map(|keys| most_tiles(keys, attention.window as usize, attention.ratio > 0));
     let pieces = most_tiles.map_or(1, |tiles| hopper_pieces(rows * blocks, tiles, device));
     let items = rows * blocks * pieces;
+    let halves = most_tiles.map_or(1, |_| hopper_halves(items, device));
     let params = HopperParams { attention, items: word("attention items", items)?, pieces: pieces as u32 };
     let (kernel, shared) = match most_keys {
         None => ("attend_hopper", HOPPER_WHOLE_SHARED),
         Some(_) => ("attend_hopper_runs", HOPPER_RUNS_SHARED),
     };
-    let launch = Launch { grid: [items.min(device), 1, 1], block: 512, shared };
+    let launch = Launch { grid: [items.min(device), halves, 1], block: 512, shared };
     // SAFETY: as above.
     unsafe { stream.launch(stream.gpu().kernel(kernel)?, launch, &params)? };
     if pieces == 1 {
         return Ok(());
     }
-    let launch = Launch { grid: [4 * blocks, rows, 1], block: 512, shared: 0 };
+    let (kernel, grid, block) = match rows * blocks {
+        0..=HOPPER_FEW => ("attend_hopper_join_few", 16 * blocks, 128),
+        _ => ("attend_hopper_join", 4 * blocks, 512),
+    };
+    let launch = Launch { grid: [grid, rows, 1], block, shared: 0 };
     // SAFETY: as above.
-    unsafe { stream.launch(stream.gpu().kernel("attend_hopper_join")?, launch, &attention) }
+    unsafe { stream.launch(stream.gpu().kernel(kernel)?, launch, &attention) }
 }
 
 /// Most tiles of a query with `most_keys` keys. Window and entries are tiled apart, so that both may end with a part of one.
@@ -280,6 +287,12 @@ fn most_tiles(most_keys: usize, window: usize, has_entries: bool) -> usize {
 fn hopper_pieces(blocks: usize, most_tiles: usize, device: usize) -> usize {
     let runs = most_tiles.div_ceil(HOPPER_RUN).clamp(1, HOPPER_RUNS);
     (device / blocks.max(1)).clamp(1, runs)
+}
+
+/// Whether two blocks share the columns of an item's output. Both find the scores, so it is for a device that would be half
+/// idle: results do not depend on it.
+fn hopper_halves(items: usize, device: usize) -> usize {
+    if items * 4 <= device { 2 } else { 1 }
 }
 
 #[cfg(test)]
@@ -318,5 +331,6 @@ mod tests {
         let tiles = most_tiles(8320, 128, true);
         assert_eq!([1, 8, 64].map(|blocks| hopper_pieces(blocks, tiles, 132)), [15, 15, 2]);
         assert_eq!(hopper_pieces(1, most_tiles(1000, 128, false), 132), 1, "a window is one run");
+        assert_eq!([1, 33, 34, 4096].map(|items| hopper_halves(items, 132)), [2, 2, 1, 1]);
     }
 }
