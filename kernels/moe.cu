@@ -89,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ 
   wait_for_inputs();
   __shared__ u32 counts[MAX_EXPERTS + 1];
   __shared__ u32 warp_counts[8];
-  __shared__ u32 before[3];  // places, active experts, tiles of the experts below
+  // places, active experts and tiles of the experts below; alone in their 16 bytes, which are read at once
+  __shared__ __align__(16) u32 before[4];
   const u32 expert = blockIdx.x, thread = threadIdx.x;
   for (u32 e = thread; e <= p.experts; e += 256) counts[e] = 0;
   if (thread < 3) before[thread] = 0;
