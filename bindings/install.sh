@@ -15,6 +15,6 @@ prefix=$1
 shift
 root=$(cd "$(dirname "$0")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}
-cmake -S "$root/bindings/c" -B "$target/c" -DDSV4_CARGO_TARGET_DIR="$target" "$@"
-cmake --build "$target/c"
-cmake --install "$target/c" --prefix "$prefix"
+cmake -S "$root/bindings/c" -B "$target/install" -DDSV4_CARGO_TARGET_DIR="$target" "$@"
+cmake --build "$target/install"
+cmake --install "$target/install" --prefix "$prefix"

@@ -4,6 +4,7 @@
 //     auto engine = dsv4::Engine::create(model);
 //     auto session = dsv4::Session::create(engine);
 //     auto sampler = dsv4::Sampler::create();
+//     session.feed(model.info().bos_token_id);
 //     session.feed(model.encode("Once upon a time"));
 //     for (const dsv4::Piece &piece : session.generate(sampler)) std::cout << piece.text << std::flush;
 //

@@ -5,8 +5,9 @@
 //	engine, err := dsv4.NewEngine(model, nil)
 //	session, err := dsv4.NewSession(engine, nil)
 //	sampler, err := dsv4.NewSampler(nil)
+//	info, err := model.Info()
 //	tokens, err := model.Encode("Once upon a time", dsv4.MarkupText)
-//	err = session.Feed(ctx, tokens)
+//	err = session.Feed(ctx, append([]dsv4.Token{info.BosTokenID}, tokens...))
 //	for piece, err := range session.Generate(ctx, sampler, nil) {
 //		fmt.Print(piece.Text)
 //	}
