@@ -3,6 +3,7 @@ package dsv4
 import (
 	"context"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"testing"
 )
@@ -14,6 +15,7 @@ func TestSessionsForkTruncateAndGoOn(t *testing.T) {
 	ok(t, session.Feed(ctx, tokens))
 	logits := must(session.Logits(nil))(t)
 	fork := must(session.Fork())(t)
+	defer runtime.KeepAlive(fork) // or it is garbage before the metrics count it
 	ok(t, fork.Feed(ctx, tokens[:5]))
 	ok(t, fork.Truncate(ctx, 40))
 	if !slices.Equal(must(fork.Logits(nil))(t), logits) || !slices.Equal(must(fork.Tokens())(t), tokens) {
