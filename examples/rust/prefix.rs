@@ -9,9 +9,7 @@ use std::error::Error;
 use std::io::{Write, stdout};
 use std::{fs, thread};
 
-use dsv4::{
-    Engine, EngineOptions, GenerateOptions, Markup, Model, Sampler, SamplerOptions, Session, SessionOptions,
-};
+use dsv4::{Engine, EngineOptions, GenerateOptions, Markup, Model, Sampler, SamplerOptions, Session, SessionOptions};
 
 fn answer(model: &Model, mut session: Session, question: &str, seed: u64) -> dsv4::Result<String> {
     session.feed(&model.tokenizer()?.encode(question, Markup::Text)?)?;

@@ -77,7 +77,8 @@ fn page() -> String {
 
 /// An option or a positional argument, its default and what it means.
 fn entry(argument: &Arg) -> String {
-    let value = argument.get_value_names().map(|names| names.join(" ")).filter(|_| argument.get_action().takes_values());
+    let value =
+        argument.get_value_names().map(|names| names.join(" ")).filter(|_| argument.get_action().takes_values());
     let mut name = match (argument.get_short(), argument.get_long()) {
         (Some(short), Some(long)) => format!("-{short}, --{long}"),
         (None, Some(long)) => format!("--{long}"),
@@ -109,6 +110,7 @@ fn literal(styled: Option<&StyledStr>) -> String {
 /// Text in which nothing is a request or an escape of the formatter.
 fn escaped(text: &str) -> String {
     let lines = text.replace('\\', "\\e").replace('-', "\\-");
-    let guarded = lines.lines().map(|line| if line.starts_with(['.', '\'']) { format!("\\&{line}") } else { line.into() });
+    let guarded =
+        lines.lines().map(|line| if line.starts_with(['.', '\'']) { format!("\\&{line}") } else { line.into() });
     guarded.collect::<Vec<_>>().join("\n")
 }
