@@ -17,30 +17,9 @@ fi
 jobs=$(nproc 2>/dev/null || echo 2)
 stage=$target/stage
 rm -rf "$stage" "$target/stage-moved"
-cmake -S "$root/bindings/c" -B "$target/c" -G Ninja -DDSV4_CARGO_TARGET_DIR="$target" -DCMAKE_INSTALL_LIBDIR=lib
-cmake --build "$target/c"
-cmake --install "$target/c" --prefix "$target/stage-moved"
+CARGO_TARGET_DIR=$target "$root/bindings/install.sh" "$target/stage-moved" -DCMAKE_INSTALL_LIBDIR=lib
 # the package must work wherever it is
 mv "$target/stage-moved" "$stage"
-
-# a compiler and pkg-config are enough
-PKG_CONFIG_PATH=$stage/lib/pkgconfig
-export PKG_CONFIG_PATH
-model=$root/examples/models/tiny-v4
-# shellcheck disable=SC2046 # the flags are several words
-cc -std=c99 -Wall -Wextra -Wpedantic -Werror -o "$target/c/example" "$root/examples/c/chat.c" $(pkg-config --cflags --libs dsv4)
-LD_LIBRARY_PATH=$stage/lib "$target/c/example" "$model" "Tell me about the sea." </dev/null >"$target/c/example.out"
-test -s "$target/c/example.out"
-printf 'My name is "Ann".\nWhat is my name?\n' | LD_LIBRARY_PATH=$stage/lib "$target/c/example" "$model" >"$target/c/talk.out"
-test "$(wc -l <"$target/c/talk.out")" -ge 2
-if grep -q '<｜\|</think>' "$target/c/talk.out"; then
-    echo "the example prints markers: $target/c/talk.out" >&2
-    exit 1
-fi
-# shellcheck disable=SC2046
-cc -std=c99 -o "$target/c/example-static" "$root/examples/c/chat.c" $(pkg-config --cflags dsv4) "$stage/lib/libdsv4.a" \
-    $(pkg-config --libs-only-l --static dsv4 | sed 's/-ldsv4//')
-"$target/c/example-static" "$model" "Tell me about the sea." </dev/null | cmp - "$target/c/example.out"
 
 for sanitize in OFF ON; do
     build=$target/ctest-$sanitize

@@ -115,6 +115,10 @@ int main(int argc, char **argv)
     OK(dsv4_session_cancel(f.session, &err));
     EXPECT(DSV4_STATUS_CANCELLED, dsv4_session_feed(f.session, tokens, 1, NULL, NULL, &err));
     OK(dsv4_session_feed(f.session, tokens, 1, NULL, NULL, &err));
+    // or none, if it is taken back
+    OK(dsv4_session_cancel(f.session, &err));
+    OK(dsv4_session_reset_cancel(f.session, &err));
+    OK(dsv4_session_feed(f.session, tokens, 1, NULL, NULL, &err));
     fixture_close(&f);
     CHECK(atomic_load(&messages) == before);
     return 0;

@@ -967,13 +967,22 @@ dsv4_status dsv4_session_keep_common(dsv4_session *session,
                                      dsv4_error *err);
 
 // Cancels the running call of this session, or its next one if none is running: it returns `CANCELLED` within the time
-// of one layer of one chunk, or of the chunk where other sessions' calls share it. From any thread, at any time before the session is freed; it never waits. A cancel that
-// comes when the call it was meant for has just ended counts for the next one; `dsv4_session_clear` takes it back.
+// of one layer of one chunk, or of the chunk where other sessions' calls share it. From any thread, at any time before the
+// session is freed; it never waits. A cancel that comes when the call it was meant for has just ended counts for the next
+// one; `dsv4_session_reset_cancel` takes it back.
 //
 // Errors: only `INVALID_ARGUMENT`.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_cancel(const dsv4_session *session,
                                 dsv4_error *err);
+
+// Takes back a cancel that no call has seen. For a thread whose call has ended while another one may have cancelled it: when
+// that one is done, this leaves nothing behind for the next call.
+//
+// Errors: only `INVALID_ARGUMENT`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_reset_cancel(const dsv4_session *session,
+                                      dsv4_error *err);
 
 
 ////////////////////////////////////////////////////////////////////////////////////////////////////

@@ -90,7 +90,10 @@ int main(int argc, char **argv)
     check(dsv4_session_new(engine, NULL, &session, &err));
     check(dsv4_sampler_new(NULL, &sampler, &err));
     if (argc > 2) ask(model, session, sampler, argv[2]);
-    while (argc == 2 && (fputs("> ", stderr), fgets(line, sizeof line, stdin) != NULL)) ask(model, session, sampler, line);
+    while (argc == 2 && (fputs("> ", stderr), fgets(line, sizeof line, stdin) != NULL)) {
+        line[strcspn(line, "\n")] = 0;
+        ask(model, session, sampler, line);
+    }
     free(messages);
     dsv4_sampler_free(sampler);
     dsv4_session_free(session);

@@ -374,8 +374,9 @@ pub unsafe extern "C" fn dsv4_session_keep_common(
 }
 
 /// Cancels the running call of this session, or its next one if none is running: it returns `CANCELLED` within the time
-/// of one layer of one chunk, or of the chunk where other sessions' calls share it. From any thread, at any time before the session is freed; it never waits. A cancel that
-/// comes when the call it was meant for has just ended counts for the next one; `dsv4_session_clear` takes it back.
+/// of one layer of one chunk, or of the chunk where other sessions' calls share it. From any thread, at any time before the
+/// session is freed; it never waits. A cancel that comes when the call it was meant for has just ended counts for the next
+/// one; `dsv4_session_reset_cancel` takes it back.
 ///
 /// Errors: only `INVALID_ARGUMENT`.
 #[unsafe(no_mangle)]
@@ -384,6 +385,20 @@ pub unsafe extern "C" fn dsv4_session_cancel(session: *const dsv4_session, err: 
     guard("dsv4_session_cancel", err, || {
         // SAFETY: by the header's contract.
         unsafe { object(session, "session") }?.cancel.cancel();
+        Ok(())
+    })
+}
+
+/// Takes back a cancel that no call has seen. For a thread whose call has ended while another one may have cancelled it: when
+/// that one is done, this leaves nothing behind for the next call.
+///
+/// Errors: only `INVALID_ARGUMENT`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_reset_cancel(session: *const dsv4_session, err: *mut dsv4_error) -> dsv4_status {
+    guard("dsv4_session_reset_cancel", err, || {
+        // SAFETY: by the header's contract.
+        unsafe { object(session, "session") }?.cancel.reset();
         Ok(())
     })
 }

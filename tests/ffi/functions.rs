@@ -26,7 +26,8 @@ pub(crate) const FUNCTIONS: &[Function] = functions! {
     engine: dsv4_engine_options_init_sized dsv4_engine_new dsv4_engine_free dsv4_engine_get_info;
     session: dsv4_session_options_init_sized dsv4_session_new dsv4_session_free dsv4_session_feed dsv4_session_feed_all
         dsv4_session_logits dsv4_session_tokens dsv4_session_get_info dsv4_session_clear dsv4_session_fork
-        dsv4_session_truncate dsv4_session_keep_common dsv4_session_cancel;
+        dsv4_session_truncate dsv4_session_keep_common dsv4_session_cancel
+        dsv4_session_reset_cancel;
     call: dsv4_call_options_init_sized dsv4_session_set_call_options;
     session_file: dsv4_session_save dsv4_session_restore dsv4_session_file_get_info dsv4_session_file_verify;
     sampler: dsv4_sampler_options_init_sized dsv4_sampler_new dsv4_sampler_free dsv4_sampler_sample dsv4_sampler_accept

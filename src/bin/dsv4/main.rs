@@ -12,6 +12,8 @@ mod failure;
 mod info;
 mod interrupt;
 mod logging;
+#[cfg(all(test, feature = "cuda"))]
+mod man;
 mod number;
 mod outfile;
 mod output;
