@@ -24,8 +24,25 @@ function(broken_promises old new result)
   set(${result} "${broken}" PARENT_SCOPE)
 endfunction()
 
-# The declarations of a header's functions, in one line each, without the names of their parameters.
+# A header without what it declares on request only.
+function(without_experiments header result)
+  set(close "#endif // DSV4_EXPERIMENTAL")
+  string(LENGTH "${close}" length)
+  string(FIND "${header}" "#ifdef DSV4_EXPERIMENTAL" begin)
+  while(NOT begin EQUAL -1)
+    string(FIND "${header}" "${close}" end)
+    math(EXPR end "${end} + ${length}")
+    string(SUBSTRING "${header}" 0 ${begin} head)
+    string(SUBSTRING "${header}" ${end} -1 tail)
+    set(header "${head}${tail}")
+    string(FIND "${header}" "#ifdef DSV4_EXPERIMENTAL" begin)
+  endwhile()
+  set(${result} "${header}" PARENT_SCOPE)
+endfunction()
+
+# The declarations of a header's functions, in one line each, without the names of their parameters; no experimental ones.
 function(declarations header result)
+  without_experiments("${header}" header)
   string(REGEX REPLACE "//[^\n]*" "" header "${header}")
   string(REGEX REPLACE "[ \n]+" " " header "${header}")
   string(REGEX MATCHALL "DSV4_API (DSV4_NODISCARD )?[a-z][a-z_0-9 *]*\\([^;#]*\\)" functions "${header}")

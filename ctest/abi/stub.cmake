@@ -1,7 +1,10 @@
 # Writes a C++ program that defines every function of the header, for abidw: the compiler's description of its types is the
 # ABI as callers see it. (The library's own would take a build with all of Rust's debugging information.)
 
+cmake_minimum_required(VERSION 3.18)
+include("${CMAKE_CURRENT_LIST_DIR}/grown.cmake")
 file(READ "${HEADER}" text)
+without_experiments("${text}" text)
 string(REGEX REPLACE "//[^\n]*" "" text "${text}")
 string(REGEX MATCHALL "\nDSV4_API [^;#]+\\)" functions "${text}")
 set(body "")
