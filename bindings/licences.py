@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Prints the licences of everything that is compiled into the library and the command, for a release archive.
 
-licences.py TARGET asks cargo which crates those are and takes the texts from their sources; equal texts are printed once.
-Fails if a crate has neither a text nor the name of a licence.
+licences.py TARGET [NAME=FILE]... asks cargo which crates those are and takes the texts from their sources; equal texts are
+printed once. Each FILE is the licence of something else that is linked in. Fails if a crate has neither a text nor the name of a licence.
 """
 
 import json
@@ -49,6 +49,10 @@ def main():
     for name in ("LICENSE-MIT", "LICENSE-APACHE"):
         for file in sorted(pathlib.Path(sysroot).glob(f"share/doc/**/{name}")):
             by_text.setdefault(file.read_text(encoding="utf-8").strip(), []).append("the Rust standard library")
+    for other in sys.argv[2:]:
+        title, file = other.split("=", 1)
+        print(f"{title}: see below")
+        by_text.setdefault(pathlib.Path(file).read_text(encoding="utf-8").strip(), []).append(title)
     for package in compiled_in(metadata):
         title = f"{package['name']} {package['version']}"
         found = texts(package)
