@@ -3,8 +3,8 @@
 # checksum to DIR. What is in it needs glibc 2.31 or newer and, for GPUs, the driver: the kernels of all architectures
 # are compiled in. Refuses to make an archive that needs more.
 #
-# cargo-zigbuild links against the old glibc; it is installed with pip below the target folder if it is not there. nvcc
-# is DSV4_NVCC, the one on the PATH, or the one that .ci/kernels has installed.
+# cargo-zigbuild links against the old glibc; it is installed with pip below the target folder. nvcc is DSV4_NVCC, the one
+# on the PATH, or the one that .ci/kernels has installed.
 set -euo pipefail
 out=$(mkdir -p "${1:?usage: bindings/archive.sh DIR}" && cd "$1" && pwd)
 cd "$(dirname "$0")/.."
@@ -18,15 +18,13 @@ fail() { echo "archive: $*" >&2; exit 1; }
 
 nvcc=${DSV4_NVCC:-$(command -v nvcc || echo "$PWD"/.nvcc/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)}
 [ -x "$nvcc" ] || fail "there is no nvcc for the kernels: set DSV4_NVCC, or run .ci/kernels, which installs one"
-if ! cargo zigbuild --version >/dev/null 2>&1; then
-  zig=$target/zig
-  if [ ! -e "$zig/complete" ]; then
-    rm -rf "$zig"
-    python3 -m venv "$zig" && "$zig/bin/pip" install -q 'cargo-zigbuild==0.24.*' 'ziglang==0.17.*' && touch "$zig/complete" ||
-      fail "cargo-zigbuild cannot be installed with pip"
-  fi
-  PATH=$zig/bin:$PATH
+zig=$target/zig
+if [ ! -e "$zig/complete" ]; then
+  rm -rf "$zig"
+  python3 -m venv "$zig" && "$zig/bin/pip" install -q 'cargo-zigbuild==0.24.*' 'ziglang==0.17.*' && touch "$zig/complete" ||
+    fail "cargo-zigbuild cannot be installed with pip"
 fi
+PATH=$zig/bin:$PATH
 rustup target list --installed 2>/dev/null | grep -qx "$triple" || fail "rustup target add $triple"
 
 env -u DSV4_CUDA_ARCHS CARGO_TARGET_DIR="$target" DSV4_NVCC="$nvcc" \
@@ -40,7 +38,7 @@ cmake --install "$work/cmake" --prefix "$stage" >/dev/null
 strip --strip-unneeded "$stage/lib/libdsv4.so.$version" "$stage/bin/dsv4"
 strip --strip-debug "$stage/lib/libdsv4.a"
 # zig links these in
-zig=$(python3 -c 'import os, ziglang; print(os.path.dirname(ziglang.__file__))' 2>/dev/null || dirname "$(readlink -f "$(command -v zig)")")
+zig=$(python3 -c 'import os, ziglang; print(os.path.dirname(ziglang.__file__))')
 python3 bindings/licences.py "$triple" "LLVM libunwind=$zig/lib/libunwind/LICENSE.TXT" "the zig compiler's run-time library=$zig/LICENSE" \
   >"$stage/share/doc/dsv4/THIRD-PARTY.txt"
 
