@@ -1,11 +1,17 @@
 # Writes a C program that prints the size of every struct of the header, the offset and size of every field, and the number
-# of every enumerator. A new struct, field or enumerator is found here by itself.
+# of every enumerator. A new struct, field or enumerator is found here by itself; experimental ones are left out.
 
 file(STRINGS "${HEADER}" lines)
 set(body "")
 set(struct "")
+set(frozen TRUE)
 foreach(line IN LISTS lines)
-  if(line MATCHES "^ *//")
+  if(line MATCHES "^#ifdef DSV4_EXPERIMENTAL")
+    set(frozen FALSE)
+  elseif(line MATCHES "^#endif // DSV4_EXPERIMENTAL")
+    set(frozen TRUE)
+  endif()
+  if(line MATCHES "^ *//" OR NOT frozen)
     continue()
   endif()
   if(line MATCHES "^typedef struct (dsv4_[a-z_]+) {")

@@ -47,6 +47,10 @@ impl Bell {
     ///
     /// # Errors
     /// `Io` if the system gives none.
+    #[cfg_attr(
+        not(any(unix, test)),
+        expect(dead_code, reason = "event loops of other systems wait for no descriptors")
+    )]
     pub(crate) fn descriptor<T>(&self, look: impl FnOnce(&PipeReader) -> T) -> Result<T> {
         let mut state = self.state();
         if state.pipe.is_none() {

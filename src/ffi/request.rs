@@ -35,6 +35,7 @@ use super::sampler::dsv4_sampler;
 use super::session::dsv4_session;
 use super::status::{Fault, dsv4_error, dsv4_status};
 use crate::alloc;
+use crate::engine::Engine;
 use crate::error::Result;
 use crate::sampler::Sampler;
 use crate::session::{Decoding, Event, Pending, Session};
@@ -253,12 +254,19 @@ pub unsafe extern "C" fn dsv4_engine_wake_fd(
         // SAFETY: as above.
         let engine = unsafe { object(engine, "engine") }?.get()?;
         fd.check()?;
-        #[cfg(unix)]
-        fd.set(engine.wake_fd()?);
-        #[cfg(not(unix))]
-        crate::error::bail!(Unsupported, "{} has no descriptor to wait for on this system", engine.device_name());
+        fd.set(descriptor(&engine)?);
         Ok(())
     })
+}
+
+#[cfg(unix)]
+fn descriptor(engine: &Engine) -> Result<i32> {
+    engine.wake_fd()
+}
+
+#[cfg(not(unix))]
+fn descriptor(_: &Engine) -> Result<i32> {
+    crate::error::bail!(Unsupported, "there is no descriptor to wait for on this system")
 }
 
 /// A pending call and the handles that lent it what it has.

@@ -1,0 +1,17 @@
+# Writes the header of a later version: every struct that begins with its size has one field more at its end.
+
+file(STRINGS "${HEADER}" lines)
+set(text "")
+set(sized FALSE)
+foreach(line IN LISTS lines)
+  if(line MATCHES "^typedef struct dsv4_[a-z_]+ {")
+    set(sized FALSE)
+  elseif(line MATCHES "^ *size_t size;")
+    set(sized TRUE)
+  elseif(sized AND line MATCHES "^}")
+    string(APPEND text "    uint64_t of_a_later_version;\n")
+    set(sized FALSE)
+  endif()
+  string(APPEND text "${line}\n")
+endforeach()
+file(WRITE "${OUTPUT}" "${text}")
