@@ -60,7 +60,7 @@ pub(crate) enum Last {
     /// Nobody may want them: a device may keep them.
     Stay,
     /// As [`Self::Stay`], and a device that can chooses a token from them.
-    Choose(Draw),
+    Choose(#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device chooses"))] Draw),
 }
 
 /// Instead of logits that stayed with a device.
