@@ -64,6 +64,10 @@ if(CHECK STREQUAL "types")
   if(DEFINED ENV{DSV4_UPDATE_ABI})
     execute_process(COMMAND "${ABIDW}" --no-corpus-path --no-comp-dir-path --no-show-locs --out-file "${ABI}/dsv4.abi" "${TODAY}"
       COMMAND_ERROR_IS_FATAL ANY)
+    # where it was built is nobody's business
+    file(READ "${ABI}/dsv4.abi" written)
+    string(REGEX REPLACE "path='[^']*/stub\\.cpp'" "path='stub.cpp'" written "${written}")
+    file(WRITE "${ABI}/dsv4.abi" "${written}")
   endif()
   execute_process(COMMAND "${ABIDIFF}" --no-added-syms "${ABI}/dsv4.abi" "${TODAY}"
     RESULT_VARIABLE code OUTPUT_VARIABLE words ERROR_VARIABLE words)
