@@ -17,6 +17,7 @@ use super::memory::PageMemory;
 use super::pool::{Bucket, Page, PagePool, PoolUsage};
 use super::prefix::{Checkpoint, Evicted, Hit, LookupEnd, PrefixIndex, PrefixKey};
 use super::sequence::BLOCK_TOKENS;
+use super::state::State;
 use super::tier::{TierStats, Tiers};
 
 /// Where checkpoints are kept, so that later prompts with the same beginning can start there.
@@ -176,6 +177,11 @@ impl CacheManager {
         let evictable = self.index().evictable_bytes(self.block_bytes(), windows + states);
         let free = self.pool.limit().saturating_sub(self.pool.usage().used_bytes);
         free.saturating_add(evictable)
+    }
+
+    /// How often `state` is kept as a checkpoint, of a prefix or of one session, that eviction lets go of.
+    pub(super) fn kept(&self, state: &Arc<State>) -> usize {
+        self.index().kept(state)
     }
 
     /// Where pages come from.

@@ -417,6 +417,50 @@ fn a_copy_is_one_call_however_many_pages_it_has() {
 }
 
 #[test]
+fn a_step_takes_the_bytes_that_its_sequence_said_it_needs() {
+    for is_in_memory in [false, true] {
+        let memory = Arc::new(FakeMemory::new(200 * layout().slab_bytes()));
+        let options = CacheOptions { limit: 200 * layout().slab_bytes(), ..CacheOptions::PRIVATE };
+        let pages = is_in_memory.then(|| Arc::clone(&memory) as _);
+        let manager = CacheManager::with_memory(layout(), options, b"needs", None, pages);
+        let used = || manager.limit_and_used().1;
+        let step = |cache: &mut SequenceCache, count: usize, what: &str| {
+            let (before, needed) = (used(), cache.needs(count));
+            let staged = cache.stage(count).unwrap();
+            assert_eq!(used() - before, needed, "{what}, pages in a memory: {is_in_memory}");
+            cache.commit(staged);
+            needed
+        };
+        let mut one = SequenceCache::new(&manager, 0).unwrap();
+        step(&mut one, 300, "the first step");
+        assert_eq!(step(&mut one, 200, "one within a block"), 0);
+        let mut two = one.fork().unwrap();
+        let (windows, states) = layout().fixed_page_bytes();
+        let copied = manager.block_bytes() + windows + states;
+        assert_eq!(step(&mut two, 1, "of a fork"), if is_in_memory { copied + states } else { copied });
+        assert_eq!(step(&mut one, 1, "of what was forked"), 0);
+        step(&mut one, 11, "up to a block's end");
+        let mut three = one.fork().unwrap();
+        step(&mut three, 600, "of a fork at a block's end");
+        let kept = one.checkpoint();
+        assert_eq!(step(&mut one, 1, "beside a checkpoint in use"), manager.block_bytes() + windows + states);
+        drop(kept);
+
+        // one that is only kept makes room
+        let mark = Mark::new(&manager, Checkpoint::new(one.checkpoint()));
+        assert_eq!(one.needs(1), 0);
+        let mut rest = Vec::new();
+        for bucket in Bucket::ALL {
+            rest.extend(std::iter::from_fn(|| manager.pool().take(bucket).ok()));
+        }
+        let before = used();
+        let staged = one.stage(1).unwrap();
+        one.commit(staged);
+        assert!(mark.checkpoint().is_none() && used() == before);
+    }
+}
+
+#[test]
 fn a_step_that_kept_nothing_cannot_be_taken_back_nor_can_those_before() {
     let memory = Arc::new(FakeMemory::new(20 * layout().slab_bytes()));
     let device = manager(Some(&memory));

@@ -312,12 +312,21 @@ impl PrefixIndex {
         let kept = self.marks.len() + self.checkpoints.len();
         // too little is a safe answer
         let Ok(mut states) = alloc::with_capacity("list of checkpoints", kept) else { return blocks };
-        let of_nodes = self.nodes.values().filter_map(|n| n.checkpoint.as_ref());
-        states.extend(self.marks.values().chain(of_nodes).map(|c| &c.state));
+        states.extend(self.checkpoints().map(|c| &c.state));
         // a mark and a checkpoint of the index may be one and the same state
         states.sort_unstable_by_key(|state| Arc::as_ptr(state) as usize);
         let alone = states.chunk_by(|a, b| Arc::ptr_eq(a, b)).filter(|same| Arc::strong_count(same[0]) == same.len());
         blocks + alone.count() as u64 * state
+    }
+
+    /// How often `state` is kept.
+    pub(super) fn kept(&self, state: &Arc<State>) -> usize {
+        self.checkpoints().filter(|kept| Arc::ptr_eq(&kept.state, state)).count()
+    }
+
+    /// Those of single sessions, then those of prefixes.
+    fn checkpoints(&self) -> impl Iterator<Item = &Checkpoint> {
+        self.marks.values().chain(self.nodes.values().filter_map(|node| node.checkpoint.as_ref()))
     }
 
     fn touch(&mut self, key: PrefixKey) {

@@ -235,12 +235,19 @@ impl SequenceCache {
         &self.undo
     }
 
-    /// Bytes of the blocks that [`Self::stage`] of `count` tokens takes.
+    /// Bytes of the pages that [`Self::stage`] of `count` tokens takes: new blocks, copies of what is shared, and a second
+    /// set of compressor states if there is none yet.
     pub fn needs(&self, count: usize) -> u64 {
         let tail = self.blocks.get(self.len() / BLOCK_TOKENS);
         let is_shared = tail.is_some_and(|tail| Arc::strong_count(tail) > 1 || Arc::weak_count(tail) > 0);
         let new = (self.len() + count).div_ceil(BLOCK_TOKENS).saturating_sub(self.blocks.len());
-        (new + usize::from(is_shared)) as u64 * self.manager.block_bytes()
+        let blocks = (new + usize::from(is_shared)) as u64 * self.manager.block_bytes();
+        let (windows, states) = self.layout().fixed_page_bytes();
+        // what only checkpoints share needs no copy: they make room
+        let others = Arc::strong_count(&self.state) - 1;
+        let copy = if others > 0 && others > self.manager.kept(&self.state) { windows + states } else { 0 };
+        let is_fresh_missing = self.fresh.is_none() && self.manager.pool().is_in_memory();
+        blocks + copy + if is_fresh_missing { states } else { 0 }
     }
 
     /// The last block, if it holds fewer than 256 tokens.
