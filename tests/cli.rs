@@ -151,6 +151,7 @@ fn help_explains_every_option_of_every_command() {
         "--repetitions",
         "--bandwidth",
         "--layers",
+        "--batch",
         "--sessions",
         "--max-context",
         "--seed",
@@ -170,7 +171,18 @@ fn help_explains_every_option_of_every_command() {
         ("trace", [&["--tokens", "--out"], &engine[..]].concat()),
         (
             "selftest",
-            vec!["--tokens", "--device", "--seed", "--only", "--small", "--careful", "--quiet", "--fault", "--speed"],
+            vec![
+                "--tokens",
+                "--device",
+                "--seed",
+                "--only",
+                "--small",
+                "--careful",
+                "--quiet",
+                "--fault",
+                "--speed",
+                "--json",
+            ],
         ),
     ];
     let overview = ok(&["--help"]);

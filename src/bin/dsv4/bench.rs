@@ -70,10 +70,14 @@ pub(crate) struct Args {
     #[arg(long)]
     bandwidth: bool,
 
-    /// Times of single layers by kind, for the tokens of --prefill and for one, behind contexts of pages that are copies of
-    /// one computed block (GPUs only)
+    /// Times of single layers by kind, and of all layers of V4-Flash, for which those of the model stand by kind; for the
+    /// tokens of --prefill and for one, behind contexts of pages that are copies of one computed block (GPUs only)
     #[arg(long, conflicts_with_all = ["bandwidth", "csv"])]
     layers: bool,
+
+    /// Numbers of sequences that decode together in a step of --layers; single layers are timed for one
+    #[arg(long, value_name = "N,N,..", value_parser = between([1, 256]), value_delimiter = ',', default_value = "1", requires = "layers")]
+    batch: Vec<u64>,
 
     /// Numbers of sessions that decode at the same time, a thread each: tokens/s of all together and times between tokens,
     /// also while one session more reads a prompt of --prefill tokens

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use dsv4::backend::cuda::{SelfTestOptions, self_test, timings};
 use dsv4::backend::{cuda_devices, cuda_kernels};
 use dsv4::{DeviceChoice, ErrorKind, Model, Numerics, TokenId, research};
+use serde_json::json;
 
 use crate::failure::{Failure, Result};
 use crate::number::between;
@@ -66,6 +67,10 @@ pub(crate) struct Args {
     /// Measure speed on the shapes of V4-Flash instead of correctness
     #[arg(long)]
     speed: bool,
+
+    /// Print the times of --speed as JSON, an object a line
+    #[arg(long, requires = "speed")]
+    json: bool,
 }
 
 pub(crate) fn run(args: &Args) -> Result {
@@ -75,10 +80,25 @@ pub(crate) fn run(args: &Args) -> Result {
     let (inventory, devices) = (cuda_kernels(), cuda_devices()?);
     let name = devices.get(device as usize).map_or("no such device", |d| d.name.as_str());
     let held = if inventory.architectures.is_empty() { "sources".into() } else { inventory.architectures.join(" ") };
-    output::line(format_args!("dsv4 {} on cuda:{device} ({name}); kernels: {held}", env!("CARGO_PKG_VERSION")))?;
+    let head = format!("dsv4 {} on cuda:{device} ({name}); kernels: {held}", env!("CARGO_PKG_VERSION"));
+    if args.json {
+        note(head)
+    } else {
+        output::line(head)?
+    }
     if args.speed {
-        timings(device, args.only.as_deref(), &mut |timing| note(format_args!("{timing}")))?;
-        return Ok(());
+        let mut lines = Ok(());
+        timings(device, args.only.as_deref(), &mut |timing| {
+            if !args.json {
+                note(format_args!("{timing}"));
+            } else if lines.is_ok() {
+                let (op, bytes, flops) = (&timing.op, timing.bytes, timing.flops);
+                let line =
+                    json!({ "op": op, "us": timing.micros, "bytes": bytes, "flops": flops, "apart_us": timing.apart });
+                lines = output::line(line);
+            }
+        })?;
+        return lines;
     }
     let seed = args.seed.unwrap_or_else(|| {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);

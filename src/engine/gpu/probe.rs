@@ -2,6 +2,7 @@
 
 use std::sync::PoisonError;
 
+use super::choices::Choices;
 use super::step::Run;
 use super::{GpuEngine, LOGIT_ROWS, logits, read_bf16};
 use crate::alloc;
@@ -122,6 +123,48 @@ impl GpuEngine {
     /// From the next step on, whether the indexer works on a second stream; it does at first.
     pub(in crate::engine) fn use_second_stream(&self, second: bool) {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner).one_stream = !second;
+    }
+
+    /// Microseconds, `times` of them, of a step through `layers` in this order, which may come more than once, and the head:
+    /// a deeper model than that of which there are weights. It is captured if it has a token of each sequence. Nothing is
+    /// committed.
+    pub(in crate::engine) fn deep_times(
+        &self,
+        segments: &mut [Segment<'_>],
+        layers: &[usize],
+        times: usize,
+    ) -> Result<Vec<f64>> {
+        let captured = self.captured_rows(segments);
+        self.with_choices(segments, &Choices::default(), captured, |run, _| {
+            let queue = |run: &mut Run<'_>| {
+                run.begin()?;
+                for (i, &layer) in layers.iter().enumerate() {
+                    run.attention_half(layer, i > 0)?;
+                    run.ffn_half(layer, true)?;
+                }
+                run.leave()?;
+                run.watch()?;
+                let heads = run.tables.tables.wanted().min(LOGIT_ROWS);
+                run.head(0..heads).map(drop)
+            };
+            queue(run)?;
+            let stream = run.stream;
+            stream.synchronize()?;
+            let graph = captured.map(|_| stream.capture(|| queue(run))).transpose()?;
+            let (start, end) = (Event::new(&self.gpu)?, Event::new(&self.gpu)?);
+            let mut micros = alloc::with_capacity("times", times)?;
+            for _ in 0..times {
+                stream.record(&start)?;
+                match &graph {
+                    Some(graph) => stream.replay(graph)?,
+                    None => queue(run)?,
+                }
+                stream.record(&end)?;
+                end.synchronize()?;
+                micros.push(end.micros_since(&start)?);
+            }
+            Ok(micros)
+        })
     }
 
     /// Microseconds of each layer and of the head; nothing is committed.

@@ -91,4 +91,32 @@ impl Timing {
         let _ = &mut segments;
         bail!(Unsupported, "layers are timed on GPUs only")
     }
+
+    /// Microseconds, `times` of them, of a step of `ids`, the same number behind each of `sequences`, which are not kept,
+    /// through `layers` in this order and the head. A layer may come more than once, so that a few layers can stand for a
+    /// whole model; its weights are read again each time where others came in between.
+    pub fn deep(sequences: &mut [Self], ids: &[u32], layers: &[usize], times: usize) -> Result<Vec<f64>> {
+        let Some(first) = sequences.first() else { bail!(InvalidArgument, "no sequence to time a step of") };
+        let engine = Arc::clone(&first.engine);
+        let known = engine.model().config().num_hidden_layers;
+        if layers.iter().any(|&layer| layer >= known) || ids.is_empty() || !ids.len().is_multiple_of(sequences.len()) {
+            let (tokens, sequences) = (ids.len(), sequences.len());
+            bail!(InvalidArgument, "layers {layers:?} of {known} with {tokens} tokens for {sequences} sequences");
+        }
+        let each = ids.len() / sequences.len();
+        let mut locked: Vec<_> = sequences.iter().map(|timing| timing.slot.sequence()).collect();
+        let staged = locked.iter_mut().map(|sequence| sequence.stage(each)).collect::<Result<Vec<_>>>()?;
+        let mut segments: Vec<_> = locked
+            .iter()
+            .zip(staged)
+            .zip(ids.chunks_exact(each))
+            .map(|((cache, staged), tokens)| Segment { cache, staged, tokens, logits: LogitRows::Last })
+            .collect();
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = engine.gpu() {
+            return gpu.deep_times(&mut segments, layers, times);
+        }
+        let _ = (&mut segments, times);
+        bail!(Unsupported, "steps are timed on GPUs only")
+    }
 }

@@ -18,7 +18,17 @@ const BLOCK: usize = 256;
 /// Times of one shape of step, microseconds.
 struct Row {
     context: usize,
+    /// Sequences, each behind a context of its own.
+    sequences: usize,
     tokens: usize,
+    /// Of one sequence.
+    parts: Option<Parts>,
+    /// A step through as many layers of each kind as V4-Flash has.
+    flash: Option<f64>,
+}
+
+/// What a step takes in parts, one after the other, and as a whole.
+struct Parts {
     /// Medians over the layers of a kind: window-only, c4a, c128a; and of the head.
     kinds: [Option<f64>; 3],
     head: f64,
@@ -28,23 +38,23 @@ struct Row {
     step: f64,
     /// The same without the second stream, for one token.
     step_one_stream: Option<f64>,
-    /// Layers of each kind.
-    counts: [usize; 3],
-}
-
-impl Row {
-    /// The layers' times and the head's, added up for a model with so many layers of each kind.
-    fn sum(&self, counts: [usize; 3]) -> Option<f64> {
-        let mut sum = self.head;
-        for (kind, count) in self.kinds.iter().zip(counts) {
-            sum += if count == 0 { 0.0 } else { (*kind)? * count as f64 };
-        }
-        Some(sum)
-    }
 }
 
 /// Layers of each kind of V4-Flash.
 const FLASH: [usize; 3] = [2, 21, 20];
+
+/// V4-Flash's layers in order, each the one of its kind among `kinds`; `None` if a kind has none. Where there are several,
+/// they take turns.
+fn flash_layers(kinds: &[LayerKind]) -> Option<Vec<usize>> {
+    let of = |kind| (0..kinds.len()).filter(|&i| kinds[i] == kind).collect::<Vec<_>>();
+    let [windows, c4a, c128a] = [LayerKind::Window, LayerKind::C4a, LayerKind::C128a].map(of);
+    if windows.is_empty() || c4a.is_empty() || c128a.is_empty() {
+        return None;
+    }
+    let at = |list: &[usize], i: usize| list[i % list.len()];
+    let windows = (0..FLASH[0]).map(|i| at(&windows, i));
+    Some(windows.chain((0..FLASH[1] + FLASH[2]).map(|i| at(if i % 2 == 0 { &c4a } else { &c128a }, i / 2))).collect())
+}
 
 pub(super) fn run(
     args: &Args,
@@ -53,41 +63,53 @@ pub(super) fn run(
     ids: &mut dyn FnMut(usize) -> std::result::Result<Vec<TokenId>, Error>,
 ) -> Result {
     let mut rows = Vec::new();
-    let decode = (args.decode > 0).then_some(1);
+    let decodes = args.batch.iter().filter(|_| args.decode > 0).map(|&batch| (batch as usize, 1));
+    let prefills = prefills.iter().map(|&tokens| (1, tokens.min(engine.options().prefill_chunk)));
+    let shapes: Vec<_> = decodes.chain(prefills).collect();
     for &context in &args.context {
-        for tokens in decode.into_iter().chain(prefills.iter().copied()) {
-            let context = context / BLOCK * BLOCK;
-            let tokens = tokens.min(engine.options().prefill_chunk);
-            rows.push(measure(args, engine, context, &ids(BLOCK)?, &ids(tokens)?)?);
+        let context = context / BLOCK * BLOCK;
+        for &(sequences, each) in &shapes {
+            let mut timings = Vec::new();
+            for _ in 0..sequences {
+                timings.push(Timing::behind(engine, context, &ids(BLOCK)?)?);
+            }
+            let ids = ids(sequences * each)?;
+            let layers = flash_layers(&engine.model().config().layers);
+            let deep = |layers: Vec<usize>| Timing::deep(&mut timings, &ids, &layers, args.repetitions as usize + 2);
+            let flash = layers.map(deep).transpose()?.map(|micros| spread(&micros[2..]).0);
+            let parts = if sequences == 1 { Some(measure(args, &mut timings[0], engine, &ids)?) } else { None };
+            rows.push(Row { context, sequences, tokens: ids.len(), parts, flash });
         }
     }
     if args.json {
         return output::json(&Value::Array(rows.iter().map(as_json).collect()));
     }
     line(
-        "context  tokens    window      c4a    c128a     head  c4a, one stream      step  step, one stream  sum of Flash  tokens/s",
+        "context  sequences  tokens    window      c4a    c128a     head  c4a, one stream      step  step, one stream  all of Flash  tokens/s",
     )?;
     for r in &rows {
         let us = |v: Option<f64>| v.map_or("-".to_owned(), |v| format!("{v:.1}"));
-        let [window, c4a, c128a] = r.kinds.map(us);
-        let flash = r.sum(FLASH);
+        let part = |part: fn(&Parts) -> Option<f64>| us(r.parts.as_ref().and_then(part));
         line(format_args!(
-            "{:>7} {:>7} {window:>9} {c4a:>8} {c128a:>8} {:>8.1} {:>16} {:>9.1} {:>17} {:>13} {:>9}",
+            "{:>7} {:>10} {:>7} {:>9} {:>8} {:>8} {:>8} {:>16} {:>9} {:>17} {:>13} {:>9}",
             r.context,
+            r.sequences,
             r.tokens,
-            r.head,
-            us(r.one_stream),
-            r.step,
-            us(r.step_one_stream),
-            us(flash),
-            us(flash.map(|sum| r.tokens as f64 / sum * 1e6))
+            part(|p| p.kinds[0]),
+            part(|p| p.kinds[1]),
+            part(|p| p.kinds[2]),
+            part(|p| Some(p.head)),
+            part(|p| p.one_stream),
+            part(|p| Some(p.step)),
+            part(|p| p.step_one_stream),
+            us(r.flash),
+            us(r.flash.map(|micros| r.tokens as f64 / micros * 1e6))
         ))?;
     }
     Ok(())
 }
 
-fn measure(args: &Args, engine: &Arc<Engine>, context: usize, first: &[TokenId], ids: &[TokenId]) -> Result<Row> {
-    let mut timing = Timing::behind(engine, context, first)?;
+fn measure(args: &Args, timing: &mut Timing, engine: &Engine, ids: &[TokenId]) -> std::result::Result<Parts, Error> {
     let layers = &engine.model().config().layers;
     // with the second stream, and without, in turns
     let (mut times, mut steps) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
@@ -122,33 +144,27 @@ fn measure(args: &Args, engine: &Arc<Engine>, context: usize, first: &[TokenId],
     };
     let kinds = [LayerKind::Window, LayerKind::C4a, LayerKind::C128a];
     let heads: Vec<f64> = all.iter().filter_map(|times| times.last().copied()).collect();
-    Ok(Row {
-        context,
-        tokens: ids.len(),
+    Ok(Parts {
         kinds: kinds.map(|kind| of_kind(&all, kind)),
         head: spread(&heads).0,
         one_stream: of_kind(&one_stream, LayerKind::C4a),
         step: spread(&steps[0]).0,
         step_one_stream: (!steps[1].is_empty()).then(|| spread(&steps[1]).0),
-        counts: kinds.map(|kind| layers.iter().filter(|k| **k == kind).count()),
     })
 }
 
 fn as_json(r: &Row) -> Value {
-    let [window, c4a, c128a] = r.kinds;
-    json!({
-        "context": r.context,
-        "tokens": r.tokens,
-        "us": {
+    let parts = r.parts.as_ref().map(|parts| {
+        let [window, c4a, c128a] = parts.kinds;
+        json!({
             "window": window,
             "c4a": c4a,
             "c128a": c128a,
-            "head": r.head,
-            "c4a_one_stream": r.one_stream,
-            "step": r.step,
-            "step_one_stream": r.step_one_stream,
-            "sum_of_layers": r.sum(r.counts),
-            "sum_of_flash": r.sum(FLASH),
-        },
-    })
+            "head": parts.head,
+            "c4a_one_stream": parts.one_stream,
+            "step": parts.step,
+            "step_one_stream": parts.step_one_stream,
+        })
+    });
+    json!({ "context": r.context, "sequences": r.sequences, "tokens": r.tokens, "us": parts, "flash_us": r.flash })
 }

@@ -1,4 +1,4 @@
-"""The three fusions as torch.compile makes them: the yardstick beside `dsv4 selftest --speed --only fusion`.
+"""Fusions, hyper-connections and the indexer as torch.compile makes them: a yardstick beside `dsv4 selftest --speed`.
 
 Needs torch and an NVIDIA GPU, nothing else. V4-Flash's shapes; the mathematics is that of DeepSeek-V4's attention,
 with the inputs, states and outputs of dsv4's kernels, except that codes, rotary values and scales of a cache row lie
@@ -6,10 +6,10 @@ in three tensors, which spares torch copies. Each shape is compiled for itself, 
 captured in one graph, and the median of nine replays counts. Functions are compiled side by side, in processes of
 their own, then timed in turn.
 
-    python3 benches/gpu/fusions.py            times, a line a shape
-    python3 benches/gpu/fusions.py --eager    the same uncompiled
-    python3 benches/gpu/fusions.py --wait     wait for a line on standard input between compiling and timing
-    python3 benches/gpu/fusions.py --check    compiled against uncompiled on the CPU, on few rows
+    python3 benches/gpu/compiled.py            times, a line a shape
+    python3 benches/gpu/compiled.py --eager    the same uncompiled
+    python3 benches/gpu/compiled.py --wait     wait for a line on standard input between compiling and timing
+    python3 benches/gpu/compiled.py --check    compiled against uncompiled on the CPU, on few rows
 """
 
 import multiprocessing
@@ -124,6 +124,33 @@ def c128a_prefill(u, g, ape, weight, *finish):
     store(rms_norm(pool(u.unflatten(0, (-1, 128)), g.unflatten(0, (-1, 128)) + ape), weight), *finish)
 
 
+def seam(x, y, post, comb, basis, scale, base, norm):
+    """Half's output `y` [T, 4096] into the streams `x` [T, 4, 4096]; the next half's input from them, and its E4M3 copy."""
+    x = torch.einsum("tij,tid->tjd", comb, x.float()) + post[..., None] * y.float()[:, None]
+    x = x.bfloat16()
+    flat = x.flatten(1).float()
+    m = flat @ basis.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+    pre = torch.sigmoid(m[:, :4] * scale[0] + base[:4]) + EPS
+    new_post = 2 * torch.sigmoid(m[:, 4:8] * scale[1] + base[4:8])
+    c = torch.softmax((m[:, 8:] * scale[2] + base[8:]).unflatten(-1, (4, 4)), 2) + EPS
+    c = c / (c.sum(1, keepdim=True) + EPS)
+    for _ in range(19):
+        c = c / (c.sum(2, keepdim=True) + EPS)
+        c = c / (c.sum(1, keepdim=True) + EPS)
+    out = rms_norm((pre[..., None] * x.float()).sum(1).bfloat16(), norm)
+    return x, new_post, c, out, *e4m3(out, 128)
+
+
+def scores(q, keys, weights):
+    """Index scores [B, rows, n] of bf16 keys [B, n, 128]: relu(q k) of 64 heads, weighted and summed."""
+    dots = torch.einsum("brhd,bnd->brhn", q, keys)
+    return torch.einsum("brhn,brh->brn", torch.relu(dots).float(), weights)
+
+
+def best(scores):
+    return torch.topk(scores, min(512, scores.shape[-1]), -1, sorted=False)
+
+
 def store(x, *finish):
     if x.shape[-1] == INDEX:
         insert_key(x, *finish)
@@ -179,6 +206,16 @@ def c128a_inputs(windows, prefill):
     return normal(tokens, DIM), normal(tokens, DIM), normal(128, DIM), *state, *finish
 
 
+def seam_inputs(rows):
+    x, y = normal(rows, 4, 4096, dtype=torch.bfloat16), normal(rows, 4096, dtype=torch.bfloat16)
+    return x, y, normal(rows, 4), normal(rows, 4, 4).abs(), normal(24, 16384) / 128, normal(3), normal(24), normal(4096)
+
+
+def index_inputs(batch, rows, entries):
+    q, keys = normal(batch, rows, 64, INDEX, dtype=torch.bfloat16), normal(batch, entries, INDEX, dtype=torch.bfloat16)
+    return q, keys, normal(batch, rows, 64)
+
+
 def compressor(name, decode, prefill, inputs, most):
     def case(windows, whole):
         return f"{name}, {windows} windows", prefill if whole else decode, lambda: inputs(windows, whole)
@@ -186,12 +223,16 @@ def compressor(name, decode, prefill, inputs, most):
     return [case(1, False), case(64, False), case(most, True)]
 
 
+INDEXES = [(1, 1, 16384), (1, 1, 65536), (1, 1, 262144), (8, 1, 262144), (1, 512, 16384)]
 GROUPS = [
     [(f"F3, {rows} tokens", f3, lambda rows=rows: f3_inputs(rows)) for rows in (1, 64, 4096)],
     [(f"F2, {rows} tokens", f2, lambda rows=rows: f2_inputs(rows)) for rows in (1, 64, 4096)],
     compressor("F1 c4a", c4a_decode, c4a_prefill, lambda windows, whole: c4a_inputs(windows, whole, DIM), 1024),
     compressor("F1 index", c4a_decode, c4a_prefill, lambda windows, whole: c4a_inputs(windows, whole, INDEX), 1024),
     compressor("F1 c128a", c128a_decode, c128a_prefill, c128a_inputs, 32),
+    [(f"seam, {rows} tokens", seam, lambda rows=rows: seam_inputs(rows)) for rows in (1, 64, 4096)],
+    [(f"index scores, {b} x {r} x {n}", scores, lambda b=b, r=r, n=n: index_inputs(b, r, n)) for b, r, n in INDEXES],
+    [(f"top-512, {b} x {r} x {n}", best, lambda b=b, r=r, n=n: (normal(b, r, n),)) for b, r, n in INDEXES],
 ]
 
 
@@ -246,7 +287,7 @@ def work(group, pipe, eager):
 
 def check():
     for name, function, inputs in (case for group in GROUPS for case in group):
-        if any(f" {many} " in name for many in (1024, 4096)):
+        if any(f" {many}" in name for many in (1024, 4096, 262144, 512)):
             continue
         torch.manual_seed(1)
         first = inputs()
