@@ -11,6 +11,9 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <poll.h>
+
 #if __cplusplus >= 202002L
 #include <ranges>
 #include <span>
@@ -78,9 +81,11 @@ struct Fixture {
 static_assert(!std::is_copy_constructible_v<dsv4::Model> && std::is_nothrow_move_constructible_v<dsv4::Model>);
 static_assert(!std::is_copy_assignable_v<dsv4::Session> && std::is_nothrow_move_assignable_v<dsv4::Session>);
 static_assert(sizeof(dsv4::Session) == sizeof(void *));
+static_assert(!std::is_copy_constructible_v<dsv4::Request> && std::is_nothrow_move_constructible_v<dsv4::Request>);
 static_assert(std::is_same_v<dsv4::Outcome<int>, int>);
 #if __cplusplus >= 202002L
 static_assert(std::ranges::input_range<dsv4::Generation> && std::ranges::input_range<dsv4::ChatParser>);
+static_assert(std::ranges::input_range<dsv4::Request>);
 static_assert(std::is_convertible_v<dsv4::Span<const float>, std::span<const float>>);
 #endif
 
@@ -273,6 +278,101 @@ void answers_are_ranges_of_events(const Fixture &f)
     CHECK(text == "Hello");
 }
 
+// One thread with one descriptor.
+struct Loop {
+    explicit Loop(const dsv4::Engine &on) : engine(on), wake{on.wake_fd(), POLLIN, 0} {}
+
+    void run(std::vector<dsv4::Request> &requests, std::vector<std::vector<dsv4::Token>> &tokens)
+    {
+        const auto over = [](const dsv4::Request &request) { return request.ended(); };
+        while (!std::all_of(requests.begin(), requests.end(), over)) {
+            CHECK(::poll(&wake, 1, 20000) == 1);
+            engine.step();
+            for (std::size_t i = 0; i < requests.size(); i++) {
+                for (const dsv4::RequestEvent &event : requests[i]) {
+                    event.check();
+                    if (event.kind == dsv4::RequestEventKind::piece) tokens[i].push_back(event.token);
+                    if (event.kind == dsv4::RequestEventKind::progress) CHECK(event.done <= event.total);
+                }
+            }
+        }
+        CHECK(!engine.step() && ::poll(&wake, 1, 0) == 0);
+    }
+
+    const dsv4::Engine &engine;
+    pollfd wake;
+};
+
+void requests_share_steps_and_give_what_calls_give(const Fixture &f)
+{
+    constexpr std::size_t n = 4;
+    std::vector<std::vector<dsv4::Token>> expected(n);
+    std::vector<std::vector<dsv4::Token>> generated(n);
+    std::vector<dsv4::Session> sessions;
+    std::vector<dsv4::Sampler> samplers;
+    std::vector<dsv4::Request> requests;
+    for (std::size_t i = 0; i < n; i++) {
+        const std::vector<dsv4::Token> prompt(40, static_cast<dsv4::Token>(300 + i));
+        dsv4::SamplerOptions chance;
+        chance.seed = i;
+        samplers.push_back(dsv4::Sampler::create(chance));
+        sessions.push_back(f.session());
+        sessions[i].feed(prompt);
+        for (const dsv4::Piece &piece : sessions[i].generate(samplers[i], f.few)) expected[i].push_back(piece.token);
+        samplers[i].reset();
+        sessions[i].clear();
+        requests.push_back(sessions[i].submit_feed(prompt));
+        CHECK(requests[i].poll().kind == dsv4::RequestEventKind::none && !requests[i].ended());
+        refused(Status::busy, "request", [&] { sessions[i].clear(); });
+    }
+    Loop loop(f.engine);
+    loop.run(requests, generated);
+    requests.clear();
+
+    const dsv4::EngineMetrics before = f.engine.metrics();
+    for (std::size_t i = 0; i < n; i++) requests.push_back(sessions[i].submit_generate(samplers[i], f.few));
+    loop.run(requests, generated);
+    const dsv4::EngineMetrics after = f.engine.metrics();
+    CHECK(generated == expected);
+    CHECK(after.batch_sessions - before.batch_sessions >= (n - 1) * (after.steps - before.steps));
+}
+
+void requests_end_in_words_and_when_they_are_left(const Fixture &f)
+{
+    using dsv4::RequestEventKind;
+    dsv4::Session session = f.session();
+    const std::vector<dsv4::Token> tokens(100, 300);
+    {
+        dsv4::Request request = session.submit_feed(tokens);
+        const dsv4::RequestEvent first = request.wait();
+        CHECK(first.kind == RequestEventKind::progress && first.done == 16 && first.total == 100 && first.text.empty());
+        session.cancel();
+        const dsv4::RequestEvent last = request.wait(std::chrono::seconds(20));
+        CHECK(last.kind == RequestEventKind::end && last.status == Status::cancelled && request.ended());
+        refused(Status::cancelled, "cancelled", [&] { last.check(); });
+        CHECK(request.wait(std::chrono::milliseconds(-1)).kind == RequestEventKind::none);
+        CHECK(!(request.begin() != request.end()));
+    }
+    // one that is left is cancelled; one that is moved goes on
+    {
+        dsv4::Request request = session.submit_feed(tokens);
+        CHECK(request.wait().done == 16);
+        dsv4::Request moved = std::move(request);
+        refused(Status::busy, "request", [&] { session.clear(); });
+        refused(Status::invalid_argument, "request is NULL", [&] { request.poll(); }); // NOLINT: that is the test
+        CHECK(moved.wait().done == 32 && !moved.ended());
+    }
+    CHECK(session.info().position == 16 + 32);
+
+    dsv4::Sampler sampler = dsv4::Sampler::create(f.greedy);
+    session.clear();
+    refused(Status::invalid_argument, "no logits", [&] { session.submit_generate(sampler); });
+    dsv4::Request wrong = session.submit_feed(std::vector<dsv4::Token>(1, 1U << 30U));
+    const dsv4::RequestEvent end = wrong.wait();
+    CHECK(end.kind == RequestEventKind::end);
+    refused(Status::invalid_argument, "1073741824", [&] { end.check(); });
+}
+
 } // namespace
 
 int main(int argc, char **argv) // NOLINT(misc-const-correctness)
@@ -286,6 +386,8 @@ int main(int argc, char **argv) // NOLINT(misc-const-correctness)
         errors_have_a_status_and_name_what_is_wrong(f);
         callbacks_may_throw_and_cancel(f);
         answers_are_ranges_of_events(f);
+        requests_share_steps_and_give_what_calls_give(f);
+        requests_end_in_words_and_when_they_are_left(f);
         without_exceptions(argv[1]);
     } catch (const std::exception &error) {
         std::fprintf(stderr, "not caught: %s\n", error.what());

@@ -72,4 +72,25 @@ void without_exceptions(const char *path)
         text += event->text;
     }
     CHECK(!text.empty() && answer.message());
+
+    // requests: what goes wrong is told by the last event
+    CHECK(engine->wake_fd() && *engine->wake_fd() >= 0);
+    auto request = session->submit_feed(*prompt);
+    CHECK(request && !session->clear());
+    std::size_t steps = 0;
+    dsv4::Status status = dsv4::Status::busy;
+    while (!request->ended()) {
+        const auto worked = engine->step();
+        CHECK(worked && *worked && ++steps < 10);
+        for (const auto &event : *request) {
+            CHECK(event && event->check());
+            status = event->status;
+        }
+    }
+    CHECK(status == dsv4::Status::ok && session->clear());
+    request = session->submit_feed(*prompt);
+    CHECK(request && session->cancel());
+    const auto end = request->wait();
+    CHECK(end && end->kind == dsv4::RequestEventKind::end && !end->check());
+    CHECK(end->check().error().status() == dsv4::Status::cancelled);
 }

@@ -12,7 +12,7 @@
 // the prefix. Objects own a C object and can be moved, not copied; `get()` lends it for C functions. One that was moved
 // from is empty: calls with it fail with `invalid_argument`. An object holds what it was made from, so the order of ends
 // means nothing. What is said there of threads holds here: `const` functions may run on several threads at once, others
-// on one at a time, and `Session::cancel` from any.
+// on one at a time, and `Session::cancel` from any. Programs with an event loop need no threads: see `Request`.
 //
 // ERRORS
 //
@@ -31,6 +31,8 @@
 
 #include <dsv4.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -619,12 +621,22 @@ public:
         return detail::call([&](dsv4_error *error) { return dsv4_engine_flush_cache(get(), error); });
     }
 
-    // Runs one step of what calls with `waits_only` wait for; whether there was something to do.
+    // Has requests go on, and runs one step of what they and calls with `waits_only` wait for; whether there was something
+    // to do.
     Outcome<bool> step() const
     {
         std::int32_t worked = 0;
         return detail::call<bool>([&](dsv4_error *error) { return dsv4_engine_step(get(), &worked, error); },
                                   [&] { return worked != 0; });
+    }
+
+    // A descriptor that can be read while `step` has something to do or has left news with requests, for one loop to wait
+    // with. It is the engine's.
+    Outcome<int> wake_fd() const
+    {
+        std::int32_t fd = -1;
+        return detail::call<int>([&](dsv4_error *error) { return dsv4_engine_wake_fd(get(), &fd, error); },
+                                 [&] { return fd; });
     }
 
 private:
@@ -734,6 +746,127 @@ private:
         Outcome<Piece> piece = next();
         failed_ = detail::failed(piece);
         return piece;
+    }
+
+    bool ended_ = false;
+    bool failed_ = false;
+};
+
+// ---- Event loops
+
+// What is new with a request.
+enum class RequestEventKind : std::int32_t {
+    none = DSV4_REQUEST_EVENT_KIND_NONE,
+    progress = DSV4_REQUEST_EVENT_KIND_PROGRESS,
+    piece = DSV4_REQUEST_EVENT_KIND_PIECE,
+    end = DSV4_REQUEST_EVENT_KIND_END,
+};
+
+// News of a request; the text is valid until the next.
+struct RequestEvent {
+    RequestEventKind kind = RequestEventKind::none;
+    // Of a piece, its text; at the end, the message of an error.
+    std::string_view text;
+    // Of a prompt: the tokens that are in the session, of all.
+    std::uint64_t done = 0;
+    std::uint64_t total = 0;
+    Token token = 0;
+    // At the end of a generation.
+    Finish finish = Finish::none;
+    std::uint32_t finish_value = 0;
+    // At the end: what a call that waits would have come to.
+    Status status = Status::ok;
+
+    // Fails with the error of a request that ended with one.
+    Outcome<void> check() const
+    {
+        return detail::call([&](dsv4_error *error) {
+            error->code = static_cast<dsv4_status>(status);
+            const std::size_t length = std::min(text.size(), sizeof error->message - 1);
+            if (status != Status::ok) text.copy(error->message, length);
+            return error->code;
+        });
+    }
+};
+
+// A feed or a generation that nobody waits in, for programs with a loop of their own. Calls of `Engine::step` do the work
+// of all requests together, and what is new with each is a range:
+//
+//     dsv4::Request request = session.submit_generate(sampler);
+//     while (!request.ended()) {
+//         poll(&wake, 1, -1); // Engine::wake_fd, among whatever else there is
+//         engine.step();
+//         for (const dsv4::RequestEvent &event : request) std::cout << event.text << std::flush;
+//     }
+//
+// While it runs its session and sampler are `busy`, but for `Session::cancel`. It may be left at any time: one that is not
+// over is cancelled then, and the session keeps what was complete.
+class Request : public detail::Object<dsv4_request, &dsv4_request_free> {
+public:
+    using Iterator = detail::Iterator<Request, RequestEvent>;
+
+    // The oldest news, or one of kind `none`. Does no work and does not wait.
+    Outcome<RequestEvent> poll()
+    {
+        return fetch([&](auto... out) { return dsv4_request_poll(get(), out...); });
+    }
+
+    // As `poll`, but works, for all who wait, or waits until there is news or the time is over.
+    Outcome<RequestEvent> wait(std::chrono::milliseconds limit)
+    {
+        const auto milliseconds = static_cast<std::uint64_t>(std::max<std::int64_t>(limit.count(), 0));
+        return fetch([&](auto... out) { return dsv4_request_wait(get(), milliseconds, out...); });
+    }
+    Outcome<RequestEvent> wait()
+    {
+        return fetch([&](auto... out) { return dsv4_request_wait(get(), UINT64_MAX, out...); });
+    }
+
+    // Whether it has told its end; session and sampler are free again then.
+    bool ended() const noexcept { return ended_; }
+
+    // The news that are there now. Where nothing is thrown an error is the range's last element.
+    Iterator begin()
+    {
+        failed_ = false;
+        return Iterator(this);
+    }
+    detail::End end() const noexcept { return {}; }
+
+private:
+    friend class Session;
+    friend Iterator;
+    using Object::Object;
+
+    template <class F> Outcome<RequestEvent> fetch(F &&function)
+    {
+        dsv4_request_event event{};
+        event.size = sizeof event;
+        return detail::call<RequestEvent>(
+            [&](dsv4_error *error) { return function(&event, error); },
+            [&] {
+                const auto kind = static_cast<RequestEventKind>(event.kind);
+                ended_ = ended_ || kind == RequestEventKind::end;
+                return RequestEvent{
+                    kind,
+                    {event.text, event.text_len},
+                    event.done,
+                    event.total,
+                    event.token,
+                    static_cast<Finish>(event.finish),
+                    event.finish_value,
+                    static_cast<Status>(event.status),
+                };
+            });
+    }
+
+    std::optional<Outcome<RequestEvent>> advance()
+    {
+        if (failed_) return std::nullopt;
+        Outcome<RequestEvent> event = poll();
+        failed_ = detail::failed(event);
+        if (!failed_ && detail::value(event).kind == RequestEventKind::none) return std::nullopt;
+        return event;
     }
 
     bool ended_ = false;
@@ -911,6 +1044,28 @@ public:
                 return dsv4_generation_new(get(), sampler.get(), &options, &generation, error);
             },
             [&] { return Generation(generation); });
+    }
+
+    // Submits a `feed` and returns at once; what is wrong with the tokens is told at the end. They are copied.
+    Outcome<Request> submit_feed(Span<const Token> tokens)
+    {
+        dsv4_request *request = nullptr;
+        return detail::call<Request>(
+            [&](dsv4_error *error) {
+                return dsv4_session_submit_feed(get(), tokens.data(), tokens.size(), &request, error);
+            },
+            [&] { return Request(request); });
+    }
+
+    // Submits a generation to its end and returns at once; each piece is an event.
+    Outcome<Request> submit_generate(Sampler &sampler, const GenerationOptions &options = {})
+    {
+        dsv4_request *request = nullptr;
+        return detail::call<Request>(
+            [&](dsv4_error *error) {
+                return dsv4_session_submit_generate(get(), sampler.get(), &options, &request, error);
+            },
+            [&] { return Request(request); });
     }
 
 private:
