@@ -1,0 +1,197 @@
+// Answers OpenAI-style chat requests over HTTP, token by token, as server-sent events. Needs cpp-httplib and
+// nlohmann-json (Debian: libcpp-httplib-dev nlohmann-json3-dev).
+//
+//   c++ -std=c++17 -o server server.cpp $(pkg-config --cflags --libs dsv4 cpp-httplib nlohmann_json) -pthread
+//   ./server MODEL 8080
+//   curl -N localhost:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
+//   curl localhost:8080/metrics
+//
+// Each request has a session; requests at the same time go through the model together, and beginnings that the engine
+// knows, such as the earlier turns of a conversation, are not computed again. A client that goes away ends its answer.
+
+#include <dsv4.hpp>
+
+#include <httplib.h>
+#include <nlohmann/json.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+
+namespace {
+
+// schemas of tools are part of the prompt: their keys keep their order
+using Json = nlohmann::ordered_json;
+
+// All that an answer needs. What is wrong with a request shows here, while the answer can still have another status.
+struct Chat {
+    Chat(const dsv4::Model &model, const dsv4::Engine &engine, const Json &request)
+        : prompt(model.render(request.at("messages").dump())), session(dsv4::Session::create(engine)),
+          sampler(make_sampler(request)), parser(dsv4::ChatParser::create(model))
+    {
+        options.max_tokens = request.value("max_tokens", std::uint64_t{0});
+        if (const std::size_t tokens = prompt.tokens().size(); tokens > session.info().context)
+            throw std::invalid_argument("the prompt has " + std::to_string(tokens) + " tokens, the context holds " +
+                                        std::to_string(session.info().context));
+    }
+
+    static dsv4::Sampler make_sampler(const Json &request)
+    {
+        dsv4::SamplerOptions options;
+        options.seed = request.value("seed", std::uint64_t{0});
+        const float temperature = request.value("temperature", 1.0F);
+        // what clients mean by it; the library itself takes greedy decoding by its name only
+        options.greedy = temperature == 0 ? 1 : 0;
+        if (temperature != 0) options.temperature = temperature;
+        return dsv4::Sampler::create(options);
+    }
+
+    dsv4::Prompt prompt;
+    dsv4::Session session;
+    dsv4::Sampler sampler;
+    dsv4::ChatParser parser;
+    dsv4::GenerationOptions options;
+};
+
+// Status and words for a request that failed before its answer began.
+void refuse(const std::exception_ptr &thrown, httplib::Response &response)
+{
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const dsv4::Error &error) {
+        const dsv4::Status status = error.status();
+        const bool is_theirs = status == dsv4::Status::chat || status == dsv4::Status::invalid_argument;
+        const bool is_full = status == dsv4::Status::no_blocks || status == dsv4::Status::out_of_memory;
+        response.status = is_theirs ? 400 : is_full ? 503 : 500;
+        response.set_content(error.what(), "text/plain");
+    } catch (const std::exception &error) { // the JSON is wrong, or what is in it
+        response.status = 400;
+        response.set_content(error.what(), "text/plain");
+    }
+}
+
+// Nobody listens to an answer any more.
+struct Gone {};
+
+void send(httplib::DataSink &sink, std::string_view text)
+{
+    if (!sink.write(text.data(), text.size())) throw Gone{};
+}
+
+void send_data(httplib::DataSink &sink, const Json &data)
+{
+    send(sink, "data: " + data.dump() + "\n\n");
+}
+
+class Server {
+public:
+    Server(const dsv4::Model &model, const dsv4::Engine &engine) : model_(model), engine_(engine)
+    {
+        // a thread for each connection; one of those that wait works for all
+        http_.new_task_queue = [] { return new httplib::ThreadPool(64); };
+        http_.set_payload_max_length(std::size_t{1} << 26U);
+        http_.set_tcp_nodelay(true);
+        http_.Post("/v1/chat/completions", [this](const auto &request, auto &response) { chat(request, response); });
+        http_.Get("/metrics", [this](const auto &, auto &response) {
+            response.set_content(engine_.metrics_text(), "text/plain; version=0.0.4");
+        });
+        http_.set_exception_handler(
+            [](const auto &, auto &response, const std::exception_ptr &thrown) { refuse(thrown, response); });
+    }
+
+    // Serves until one of the signals `ends`, which all threads must leave to this one.
+    void run(int port, const sigset_t &ends)
+    {
+        const char *host = "127.0.0.1";
+        port = port == 0 ? http_.bind_to_any_port(host) : http_.bind_to_port(host, port) ? port : -1;
+        if (port < 0) throw std::runtime_error("the port cannot be had");
+        std::thread serving([this] { http_.listen_after_bind(); });
+        while (!http_.is_running()) std::this_thread::yield();
+        std::cerr << "listening on http://" << host << ':' << port << std::endl;
+        int signal = 0;
+        sigwait(&ends, &signal);
+        stopped_ = true;
+        http_.stop();
+        serving.join();
+    }
+
+private:
+    void chat(const httplib::Request &request, httplib::Response &response)
+    {
+        const auto chat = std::make_shared<Chat>(model_, engine_, Json::parse(request.body));
+        response.set_chunked_content_provider("text/event-stream", [this, chat](std::size_t, httplib::DataSink &sink) {
+            try {
+                answer(*chat, sink);
+                send(sink, "data: [DONE]\n\n");
+            } catch (const Gone &) {
+                return false;
+            } catch (const std::exception &error) {
+                sink.os << "data: " << Json{{"error", Json{{"message", error.what()}}}} << "\n\n";
+            }
+            sink.done();
+            return true;
+        });
+    }
+
+    void answer(Chat &chat, httplib::DataSink &sink) const
+    {
+        follow(chat.session.submit_feed(chat.prompt.tokens()), sink, [](const dsv4::RequestEvent &) {});
+        follow(chat.session.submit_generate(chat.sampler, chat.options), sink, [&](const dsv4::RequestEvent &event) {
+            if (event.kind == dsv4::RequestEventKind::piece) chat.parser.push(event.token);
+            if (event.kind == dsv4::RequestEventKind::end) chat.parser.finish();
+            for (const dsv4::Event &part : chat.parser) {
+                const Json delta{{"delta", Json{{"content", part.text}}}};
+                if (part.kind == dsv4::EventKind::content) send_data(sink, Json{{"choices", Json::array({delta})}});
+            }
+        });
+    }
+
+    // Has a request go on to its end. What is thrown leaves it, which cancels it.
+    template <class F> void follow(dsv4::Request request, httplib::DataSink &sink, F &&on_event) const
+    {
+        while (!request.ended()) {
+            const dsv4::RequestEvent event = request.wait(std::chrono::milliseconds(500));
+            event.check();
+            if (stopped_) throw Gone{};
+            // while there is nothing to say, a comment shows whether someone listens
+            if (event.kind != dsv4::RequestEventKind::piece) send(sink, ": working\n\n");
+            on_event(event);
+        }
+    }
+
+    const dsv4::Model &model_;
+    const dsv4::Engine &engine_;
+    httplib::Server http_;
+    std::atomic<bool> stopped_{false};
+};
+
+} // namespace
+
+int main(int argc, char **argv)
+{
+    if (argc != 3) {
+        std::cerr << "usage: server MODEL PORT\n";
+        return 2;
+    }
+    sigset_t ends;
+    sigemptyset(&ends);
+    for (const int signal : {SIGINT, SIGTERM}) sigaddset(&ends, signal);
+    pthread_sigmask(SIG_BLOCK, &ends, nullptr);
+    try {
+        const dsv4::Model model = dsv4::Model::open(argv[1]);
+        dsv4::EngineOptions options;
+        options.when_full = DSV4_WHEN_FULL_WAIT; // requests wait for room in the cache rather than fail
+        const dsv4::Engine engine = dsv4::Engine::create(model, options);
+        Server(model, engine).run(std::stoi(argv[2]), ends);
+    } catch (const std::exception &error) {
+        std::cerr << error.what() << '\n';
+        return 1;
+    }
+}
