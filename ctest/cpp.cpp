@@ -375,7 +375,7 @@ void requests_end_in_words_and_when_they_are_left(const Fixture &f)
 
 } // namespace
 
-int main(int argc, char **argv) // NOLINT(misc-const-correctness)
+int main(int argc, char **argv)
 {
     CHECK(argc == 2);
     try {

@@ -51,6 +51,7 @@ int main(int argc, char **argv)
         base.feed(model.encode(read_file(argv[2])));
         const std::vector<std::string> questions(argv + 3, argv + argc);
         std::vector<std::future<std::string>> answers;
+        answers.reserve(questions.size());
         for (const std::string &question : questions)
             answers.push_back(std::async(std::launch::async, answer, std::cref(model), base.fork(), question, answers.size()));
         for (std::size_t i = 0; i < answers.size(); i++) std::cout << questions[i] << " ->" << answers[i].get() << "\n\n";

@@ -67,9 +67,9 @@ void refuse(const std::exception_ptr &thrown, httplib::Response &response)
         std::rethrow_exception(thrown);
     } catch (const dsv4::Error &error) {
         const dsv4::Status status = error.status();
-        const bool is_theirs = status == dsv4::Status::chat || status == dsv4::Status::invalid_argument;
-        const bool is_full = status == dsv4::Status::no_blocks || status == dsv4::Status::out_of_memory;
-        response.status = is_theirs ? 400 : is_full ? 503 : 500;
+        response.status = 500;
+        if (status == dsv4::Status::chat || status == dsv4::Status::invalid_argument) response.status = 400;
+        if (status == dsv4::Status::no_blocks || status == dsv4::Status::out_of_memory) response.status = 503;
         response.set_content(error.what(), "text/plain");
     } catch (const std::exception &error) { // the JSON is wrong, or what is in it
         response.status = 400;
@@ -78,14 +78,14 @@ void refuse(const std::exception_ptr &thrown, httplib::Response &response)
 }
 
 // Nobody listens to an answer any more.
-struct Gone {};
+struct Gone : std::exception {};
 
-void send(httplib::DataSink &sink, std::string_view text)
+void send(const httplib::DataSink &sink, std::string_view text)
 {
     if (!sink.write(text.data(), text.size())) throw Gone{};
 }
 
-void send_data(httplib::DataSink &sink, const Json &data)
+void send_data(const httplib::DataSink &sink, const Json &data)
 {
     send(sink, "data: " + data.dump() + "\n\n");
 }
@@ -110,11 +110,12 @@ public:
     void run(int port, const sigset_t &ends)
     {
         const char *host = "127.0.0.1";
-        port = port == 0 ? http_.bind_to_any_port(host) : http_.bind_to_port(host, port) ? port : -1;
+        if (port == 0) port = http_.bind_to_any_port(host);
+        else if (!http_.bind_to_port(host, port)) port = -1;
         if (port < 0) throw std::runtime_error("the port cannot be had");
         std::thread serving([this] { http_.listen_after_bind(); });
         while (!http_.is_running()) std::this_thread::yield();
-        std::cerr << "listening on http://" << host << ':' << port << std::endl;
+        std::cerr << "listening on http://" << host << ':' << port << '\n';
         int signal = 0;
         sigwait(&ends, &signal);
         stopped_ = true;
