@@ -131,7 +131,8 @@ public:
         pollfd waits[] = {{STDIN_FILENO, POLLIN, 0}, {engine_.wake_fd(), POLLIN, 0}};
         while (!is_over_) {
             terminal.draw(status(), input_);
-            if (poll(waits, 2, -1) <= 0) continue; // a signal
+            const bool is_next = !request_ && !questions_.empty();
+            if (poll(waits, 2, is_next ? 0 : -1) < 0) continue; // a signal
             if (waits[0].revents != 0) read_keys();
             try {
                 // keys wait for a step: EngineOptions::prefill_chunk is the most that it takes of a prompt
