@@ -39,26 +39,6 @@ static dsv4_session *session_on(const dsv4_engine *engine)
     return session;
 }
 
-static dsv4_session_info info_of(dsv4_session *session)
-{
-    dsv4_error err = {0};
-    dsv4_session_info info;
-    memset(&info, 0, sizeof info);
-    info.size = sizeof info;
-    OK(dsv4_session_get_info(session, &info, &err));
-    return info;
-}
-
-static dsv4_engine_metrics metrics_of(const dsv4_engine *engine)
-{
-    dsv4_error err = {0};
-    dsv4_engine_metrics metrics;
-    memset(&metrics, 0, sizeof metrics);
-    metrics.size = sizeof metrics;
-    OK(dsv4_engine_get_metrics(engine, &metrics, &err));
-    return metrics;
-}
-
 static dsv4_session_metrics session_metrics_of(dsv4_session *session)
 {
     dsv4_error err = {0};
@@ -102,9 +82,7 @@ static void priority(const dsv4_engine *engine)
         CHECK(worked == 1);
         for (int i = 0; i < 2; i++) {
             dsv4_request_event event;
-            memset(&event, 0, sizeof event);
-            event.size = sizeof event;
-            do OK(dsv4_request_poll(requests[i], &event, &err));
+            do event = event_of(requests[i]);
             while (event.kind == DSV4_REQUEST_EVENT_KIND_PROGRESS);
             if (event.kind == DSV4_REQUEST_EVENT_KIND_END) {
                 CHECK(event.status == DSV4_STATUS_OK);

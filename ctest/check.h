@@ -71,6 +71,38 @@ static inline void fixture_close(fixture *f)
     dsv4_model_free(f->model);
 }
 
+// Figures as they are now, and the oldest news of a request.
+static inline dsv4_session_info info_of(dsv4_session *session)
+{
+    dsv4_error err = {0};
+    dsv4_session_info info;
+    memset(&info, 0, sizeof info);
+    info.size = sizeof info;
+    OK(dsv4_session_get_info(session, &info, &err));
+    return info;
+}
+
+static inline dsv4_engine_metrics metrics_of(const dsv4_engine *engine)
+{
+    dsv4_error err = {0};
+    dsv4_engine_metrics metrics;
+    memset(&metrics, 0, sizeof metrics);
+    metrics.size = sizeof metrics;
+    OK(dsv4_engine_get_metrics(engine, &metrics, &err));
+    return metrics;
+}
+
+static inline dsv4_request_event event_of(dsv4_request *request)
+{
+    dsv4_error err = {0};
+    dsv4_request_event event;
+    memset(&event, 0, sizeof event);
+    event.size = sizeof event;
+    OK(dsv4_request_poll(request, &event, &err));
+    CHECK(event.reserved == 0 && event.text != NULL && event.text[event.text_len] == 0);
+    return event;
+}
+
 // Encodes a text that ends with a NUL; returns the number of tokens.
 static inline size_t encode(const dsv4_model *model, const char *text, uint32_t *tokens, size_t capacity)
 {

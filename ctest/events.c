@@ -41,17 +41,6 @@ static dsv4_generation_options sixteen(void)
     return options;
 }
 
-static dsv4_request_event event_of(dsv4_request *request)
-{
-    dsv4_error err = {0};
-    dsv4_request_event event;
-    memset(&event, 0, sizeof event);
-    event.size = sizeof event;
-    OK(dsv4_request_poll(request, &event, &err));
-    CHECK(event.reserved == 0 && event.text != NULL && event.text[event.text_len] == 0);
-    return event;
-}
-
 static dsv4_request_event wait_for(dsv4_request *request)
 {
     dsv4_error err = {0};
@@ -60,26 +49,6 @@ static dsv4_request_event wait_for(dsv4_request *request)
     event.size = sizeof event;
     OK(dsv4_request_wait(request, UINT64_MAX, &event, &err));
     return event;
-}
-
-static uint64_t position(dsv4_session *session)
-{
-    dsv4_error err = {0};
-    dsv4_session_info info;
-    memset(&info, 0, sizeof info);
-    info.size = sizeof info;
-    OK(dsv4_session_get_info(session, &info, &err));
-    return info.position;
-}
-
-static dsv4_engine_metrics metrics_of(const dsv4_engine *engine)
-{
-    dsv4_error err = {0};
-    dsv4_engine_metrics metrics;
-    memset(&metrics, 0, sizeof metrics);
-    metrics.size = sizeof metrics;
-    OK(dsv4_engine_get_metrics(engine, &metrics, &err));
-    return metrics;
 }
 
 static void on_event(client *c, const dsv4_request_event *event)
@@ -162,7 +131,7 @@ static void eight_requests(const fixture *f, int epoll)
     dsv4_engine_metrics before = metrics_of(f->engine);
     for (int i = 0; i < REQUESTS; i++) {
         client *c = &clients[i];
-        CHECK(position(c->session) == PROMPT);
+        CHECK(info_of(c->session).position == PROMPT);
         c->sampler = new_sampler(i);
         OK(dsv4_session_submit_generate(c->session, c->sampler, &generation, &c->request, &err));
     }
@@ -199,14 +168,14 @@ static void ends(fixture *f)
     CHECK(event.kind == DSV4_REQUEST_EVENT_KIND_END && event.status == DSV4_STATUS_CANCELLED);
     CHECK(strstr(event.text, "cancelled") != NULL && event.text_len == strlen(event.text));
     CHECK(wait_for(request).kind == DSV4_REQUEST_EVENT_KIND_NONE);
-    CHECK(position(f->session) == 16);
+    CHECK(info_of(f->session).position == 16);
     dsv4_request_free(request);
 
     // one that is freed while it runs is cancelled
     OK(dsv4_session_submit_feed(f->session, tokens, 200, &request, &err));
     CHECK(wait_for(request).done == 16);
     dsv4_request_free(request);
-    CHECK(position(f->session) == 32);
+    CHECK(info_of(f->session).position == 32);
 
     // what is wrong with the tokens is told at the end
     uint32_t wrong = 1u << 30;
@@ -221,7 +190,7 @@ static void ends(fixture *f)
     OK(dsv4_session_clear(f->session, &err));
     REFUSED(DSV4_STATUS_INVALID_ARGUMENT, "no logits",
             dsv4_session_submit_generate(f->session, sampler, NULL, &request, &err));
-    CHECK(request == NULL && position(f->session) == 0);
+    CHECK(request == NULL && info_of(f->session).position == 0);
 
     // a time limit
     dsv4_call_options call;
