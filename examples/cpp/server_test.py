@@ -15,7 +15,8 @@ import threading
 import time
 
 MODEL, COMMAND = sys.argv[1], sys.argv[2:]
-STREAMS = 8
+# valgrind takes its time
+STREAMS, TOKENS, LONG = (3, 6, 8) if "valgrind" in COMMAND else (8, 200, 2000)
 
 
 @contextlib.contextmanager
@@ -38,10 +39,10 @@ def post(port, body):
     return connection.getresponse()
 
 
-def ask(port, number, max_tokens):
+def ask(port, number):
     """The text of an answer, a long one with most seeds."""
     question = {"role": "user", "content": "Write a story about the sea."}
-    response = post(port, json.dumps({"messages": [question], "max_tokens": max_tokens, "seed": number}))
+    response = post(port, json.dumps({"messages": [question], "max_tokens": TOKENS, "seed": number}))
     assert response.status == 200 and response.headers["Content-Type"] == "text/event-stream"
     text = ""
     for line in response:
@@ -62,15 +63,15 @@ def metric(port, name):
     return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1])
 
 
-def eight_streams_share_steps_and_each_has_what_it_has_alone(max_tokens):
+def eight_streams_share_steps_and_each_has_what_it_has_alone():
     with server() as port:
-        alone = [ask(port, number, max_tokens) for number in range(STREAMS)]
+        alone = [ask(port, number) for number in range(STREAMS)]
         assert all(alone) and metric(port, "dsv4_batch_sessions_sum") == metric(port, "dsv4_steps_total")
     with server() as port:
         together = [""] * STREAMS
 
         def stream(number):
-            together[number] = ask(port, number, max_tokens)
+            together[number] = ask(port, number)
 
         threads = [threading.Thread(target=stream, args=[number]) for number in range(STREAMS)]
         for thread in threads:
@@ -79,13 +80,13 @@ def eight_streams_share_steps_and_each_has_what_it_has_alone(max_tokens):
             thread.join()
         assert len(set(alone)) == STREAMS and together == alone, f"{together} are not what they are alone, {alone}"
         mean = metric(port, "dsv4_batch_sessions_sum") / metric(port, "dsv4_steps_total")
-        assert mean > 2, f"only {mean:.1f} sessions a step"
+        assert mean > STREAMS / 4 and mean > 1, f"only {mean:.1f} sessions a step"
         print(f"server: {STREAMS} streams as alone, {mean:.1f} sessions a step")
 
 
-def a_client_that_hangs_up_frees_its_session(port, words, until):
+def a_client_that_hangs_up_frees_its_session(port, sentences, until):
     """It hangs up when `until` has come: in its prompt or in its answer."""
-    body = json.dumps({"messages": [{"role": "user", "content": "A long question. " * words}]})
+    body = json.dumps({"messages": [{"role": "user", "content": "A long question. " * sentences}]})
     client = socket.create_connection(("127.0.0.1", port))
     client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     heard = b""
@@ -110,7 +111,7 @@ def wrong_requests_are_refused_in_words(port):
         ('{"messages": [{"role": "king"}]}', "king"),
         ('{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', "temperature"),
         ('{"messages": [{"role": "user", "content": "x"}], "seed": "x"}', "number"),
-        (json.dumps({"messages": [{"role": "user", "content": "word " * 200000}]}), "context"),
+        (json.dumps({"messages": [{"role": "user", "content": "word " * 70000}]}), "context"),
     ]:
         response = post(port, body)
         text = response.read().decode()
@@ -124,10 +125,9 @@ def an_end_does_not_wait_for_answers(port):
         pass
 
 
-quick = "valgrind" in COMMAND
-eight_streams_share_steps_and_each_has_what_it_has_alone(12 if quick else 200)
+eight_streams_share_steps_and_each_has_what_it_has_alone()
 with server() as port:
-    a_client_that_hangs_up_frees_its_session(port, 30 if quick else 2000, b"working")
+    a_client_that_hangs_up_frees_its_session(port, LONG, b"working")
     a_client_that_hangs_up_frees_its_session(port, 1, b"data: ")
     wrong_requests_are_refused_in_words(port)
     an_end_does_not_wait_for_answers(port)
