@@ -47,6 +47,77 @@ static int32_t on_progress(void *userdata, size_t done, size_t total)
     return 0;
 }
 
+// Stages of a save or a restore, counted, and how many calls it may have.
+typedef struct watch {
+    int calls, most;
+    int stages[4];
+    uint64_t done, total;
+} watch;
+
+static int32_t on_file_progress(void *userdata, dsv4_file_stage stage, uint64_t done, uint64_t total)
+{
+    watch *w = userdata;
+    CHECK((int)stage >= 0 && (int)stage < 4 && done <= total);
+    w->stages[stage]++;
+    w->done = done;
+    w->total = total;
+    return ++w->calls > w->most;
+}
+
+static long size_of_file(const char *path)
+{
+    FILE *file = fopen(path, "rb");
+    if (file == NULL) return -1;
+    CHECK(fseek(file, 0, SEEK_END) == 0);
+    long size = ftell(file);
+    CHECK(fclose(file) == 0);
+    return size;
+}
+
+// A save and a restore that are cancelled at each place in turn, then one that is not.
+static void cancel_everywhere(dsv4_session *session, const dsv4_engine *engine, const char *path)
+{
+    dsv4_error err = {0};
+    dsv4_status status = DSV4_STATUS_CANCELLED;
+    watch w = {0, 0, {0, 0, 0, 0}, 0, 0};
+    for (int most = 0; status == DSV4_STATUS_CANCELLED; most++) {
+        watch now = {0, most, {0, 0, 0, 0}, 0, 0};
+        status = dsv4_session_save_with_progress(session, path, 1, on_file_progress, &now, &err);
+        CHECK(status == DSV4_STATUS_OK || (size_of_file(path) == -1 && strstr(err.message, "the file is as it was")));
+        w = now;
+    }
+    OK(status);
+    CHECK(w.calls > 2 && w.stages[DSV4_FILE_STAGE_WRITE] == w.calls && w.done == w.total);
+    long size = size_of_file(path);
+    CHECK(size > (long)w.total);
+
+    dsv4_session *restored = NULL;
+    status = DSV4_STATUS_CANCELLED;
+    for (int most = 0; status == DSV4_STATUS_CANCELLED; most++) {
+        watch now = {0, most, {0, 0, 0, 0}, 0, 0};
+        status = dsv4_session_restore_with_progress(engine, path, NULL, on_file_progress, &now, &restored, &err);
+        CHECK((status == DSV4_STATUS_OK) == (restored != NULL));
+        CHECK(restored != NULL || strstr(err.message, "there is no session") != NULL);
+        w = now;
+    }
+    OK(status);
+    CHECK(w.stages[DSV4_FILE_STAGE_CHECK] > 1 && w.stages[DSV4_FILE_STAGE_READ] > 1 && w.stages[DSV4_FILE_STAGE_WRITE] == 0);
+    check_same(session, restored);
+    dsv4_session_free(restored);
+    CHECK(size_of_file(path) == size);
+
+    // from anywhere, and without anybody to tell
+    OK(dsv4_session_cancel(session, &err));
+    CHECK(remove(path) == 0);
+    REFUSED(DSV4_STATUS_CANCELLED, "cancelled after 0 of", dsv4_session_save(session, path, 1, &err));
+    CHECK(size_of_file(path) == -1);
+    OK(dsv4_session_save_with_progress(session, path, 1, NULL, NULL, &err));
+    OK(dsv4_session_restore_with_progress(engine, path, NULL, NULL, NULL, &restored, &err));
+    check_same(session, restored);
+    dsv4_session_free(restored);
+    CHECK(remove(path) == 0);
+}
+
 int main(int argc, char **argv)
 {
     CHECK(argc == 2);
@@ -58,6 +129,8 @@ int main(int argc, char **argv)
     uint32_t tokens[64];
     for (uint32_t i = 0; i < 64; i++) tokens[i] = 10 + i;
     feed(f.session, tokens, 40);
+
+    cancel_everywhere(f.session, f.engine, path);
 
     // there and back, on an engine of its own
     OK(dsv4_session_save(f.session, path, 0, &err));

@@ -1070,6 +1070,38 @@ dsv4_status dsv4_session_set_call_options(dsv4_session *session,
 // The model is known by its fingerprint, which is made of the config, the tensors, and the shards' sizes and modification
 // times, so that a changed weight is noticed. A copy of a model has the same only if it keeps the times: `cp -a`.
 
+// What a save or a restore is at. A save only writes; a restore goes through the others in order.
+enum dsv4_file_stage
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // Bytes are written.
+    DSV4_FILE_STAGE_WRITE = 0,
+    // The file's bytes are compared with their checksums.
+    DSV4_FILE_STAGE_CHECK = 1,
+    // The file's bytes are read into the cache; from the beginning again where the cache had no room at first.
+    DSV4_FILE_STAGE_READ = 2,
+    // Tokens that the last save left out are computed.
+    DSV4_FILE_STAGE_COMPUTE = 3,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum dsv4_file_stage dsv4_file_stage;
+#else
+typedef int32_t dsv4_file_stage;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Told on the calling thread, at the beginning of each stage of a save or a restore, after each part of a few megabytes and
+// after each chunk of tokens, that `done` of the stage's `total` bytes (in `DSV4_FILE_STAGE_COMPUTE`, tokens) are through.
+// Return 0 to go on; anything else cancels, also the last time. Later versions may have more stages. It must return (no
+// `longjmp`, no C++ exception), and a session that is saved is `BUSY` for it, except for `dsv4_session_cancel`.
+typedef int32_t (*dsv4_file_progress_callback)(void *userdata,
+                                               dsv4_file_stage stage,
+                                               uint64_t done,
+                                               uint64_t total);
+
 // Facts about a session file. Set `size` to `sizeof(dsv4_session_file_info)` before the call.
 typedef struct dsv4_session_file_info {
     // `sizeof(dsv4_session_file_info)`.
@@ -1117,15 +1149,29 @@ typedef struct dsv4_session_file_info {
 // many as take the room of one state (1,600 for V4-Flash). With `complete` = 1 everything is written, which is what the
 // last save wants; 0 keeps the bound.
 //
+// `dsv4_session_cancel` and the time limit of the session's call options end it between parts of a few megabytes.
+//
 // Errors: `IO` and `NOT_FOUND` from the file system (disk full, permissions, no such folder), `INVALID_ARGUMENT` if
 // something other than a file, or a file that is not dsv4's, is at `path`, `UNSUPPORTED` if a file of a newer version or of
-// the other byte order is, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`. After any of them the old
-// file is as it was.
+// the other byte order is, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`, `CANCELLED`. After any of them
+// the old file is as it was.
 DSV4_API DSV4_NODISCARD
 dsv4_status dsv4_session_save(dsv4_session *session,
                               const char *path,
                               int32_t complete,
                               dsv4_error *err);
+
+// As `dsv4_session_save`, telling `progress` how far it has come. A save that has nothing to write does not call it.
+// `progress` may be NULL, and `userdata` may be NULL.
+//
+// Errors: as `dsv4_session_save`.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_save_with_progress(dsv4_session *session,
+                                            const char *path,
+                                            int32_t complete,
+                                            dsv4_file_progress_callback progress,
+                                            void *userdata,
+                                            dsv4_error *err);
 
 // Makes a session on `engine` from the file at `path`: tokens, logits and cache bit for bit as they were saved, ready to
 // sample. `options` may be NULL. `*out` receives the session, to be freed with `dsv4_session_free`. Equal blocks that the
@@ -1140,6 +1186,19 @@ dsv4_status dsv4_session_restore(const dsv4_engine *engine,
                                  const dsv4_session_options *options,
                                  dsv4_session **out,
                                  dsv4_error *err);
+
+// As `dsv4_session_restore`, telling `progress` how far it has come. `options` may be NULL, `progress` may be NULL, and
+// `userdata` may be NULL. To cancel from another thread, have `progress` look at something that the other one sets.
+//
+// Errors: as `dsv4_session_restore`; `CANCELLED`, and there is no session then.
+DSV4_API DSV4_NODISCARD
+dsv4_status dsv4_session_restore_with_progress(const dsv4_engine *engine,
+                                               const char *path,
+                                               const dsv4_session_options *options,
+                                               dsv4_file_progress_callback progress,
+                                               void *userdata,
+                                               dsv4_session **out,
+                                               dsv4_error *err);
 
 // What the file at `path` says about itself. Reads header and tables only, and needs no model.
 //

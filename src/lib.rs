@@ -56,8 +56,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use model::{Model, Numerics};
 pub use sampler::{Sampler, SamplerOptions};
 pub use session::{
-    CallOptions, CancelToken, Event, Finish, GenerateOptions, Generation, Pending, Piece, Progress, SaveOptions, Saved,
-    Session, SessionFile, SessionFileInfo, SessionOptions,
+    CallOptions, CancelToken, Event, FileProgress, FileStage, Finish, GenerateOptions, Generation, Pending, Piece,
+    Progress, SaveOptions, Saved, Session, SessionFile, SessionFileInfo, SessionOptions,
 };
 pub use tokenizer::{Markup, Tokenizer};
 

@@ -11,6 +11,7 @@ mod common;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -19,8 +20,8 @@ use std::time::Duration;
 use common::golden::{self, Golden};
 use common::subject;
 use dsv4::{
-    CheckpointPolicy, Engine, EngineOptions, ErrorKind, KvFormat, Model, Numerics, SaveOptions, Session, SessionFile,
-    SessionOptions,
+    CallOptions, CheckpointPolicy, Engine, EngineOptions, ErrorKind, FileProgress, FileStage, KvFormat, Model,
+    Numerics, SaveOptions, Session, SessionFile, SessionOptions,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -111,7 +112,7 @@ fn an_empty_session_and_one_without_logits_come_back_as_they_are() {
     assert_eq!(bits(&restored), bits(&fed(&engine, 10)));
 
     let mut session = subject::session(&engine, CONTEXT);
-    let ended = session.feed_with(&tokens(600), &mut |_| std::ops::ControlFlow::Break(()));
+    let ended = session.feed_with(&tokens(600), &mut |_| ControlFlow::Break(()));
     assert_eq!(ended.unwrap_err().kind(), ErrorKind::Cancelled);
     assert!(session.logits().is_none());
     session.save(&path).unwrap();
@@ -723,4 +724,152 @@ fn two_saves_to_one_file_do_not_meet() {
     let restored = restore(&engine, &path).unwrap();
     assert_eq!(bits(&restored), bits(&fed(&engine, restored.position())));
     assert_eq!(neighbours(&path), ["a.session"]);
+}
+
+/// Every report of a save or a restore, which is cancelled at number `stop`.
+fn watch<T>(
+    stop: usize,
+    call: impl FnOnce(&mut dyn FnMut(FileProgress) -> ControlFlow<()>) -> dsv4::Result<T>,
+) -> (Vec<FileProgress>, dsv4::Result<T>) {
+    let mut reports = Vec::new();
+    let result = call(&mut |now| {
+        reports.push(now);
+        if reports.len() > stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    (reports, result)
+}
+
+/// Each stage begins at nothing, never goes back and ends with all of it.
+fn check_stages(reports: &[FileProgress], stages: &[FileStage]) {
+    let mut seen: Vec<FileStage> = reports.iter().map(|now| now.stage).collect();
+    seen.dedup();
+    assert_eq!(seen, stages);
+    for stage in stages {
+        let of_stage: Vec<_> = reports.iter().filter(|now| now.stage == *stage).collect();
+        let (first, last) = (of_stage[0], of_stage[of_stage.len() - 1]);
+        assert!(of_stage.windows(2).all(|two| two[0].done <= two[1].done && two[0].total == two[1].total));
+        assert!(first.done == 0 || *stage == FileStage::Compute, "{first:?}");
+        assert_eq!(last.done, last.total, "{stage:?}");
+    }
+}
+
+#[test]
+fn a_save_that_is_cancelled_anywhere_leaves_the_old_file_and_nothing_beside_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    let engine = engine();
+    let mut session = fed(&engine, 600);
+    let mut old: Option<Vec<u8>> = None;
+    // a new file, and then an addition
+    for _ in 0..2 {
+        let mut stop = 0;
+        let reports = loop {
+            let save = |progress: &mut dyn FnMut(FileProgress) -> ControlFlow<()>| {
+                session.save_with_progress(&path, SaveOptions { complete: true }, progress)
+            };
+            let (reports, result) = watch(stop, save);
+            let Err(error) = result else { break reports };
+            assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
+            let FileProgress { done, total, .. } = reports[stop];
+            assert_eq!(error.message(), format!("cancelled after {done} of {total} bytes; the file is as it was"));
+            assert_eq!(fs::read(&path).ok(), old, "cancelled at report {stop}");
+            assert_eq!(neighbours(&path).len(), usize::from(old.is_some()), "{:?}", neighbours(&path));
+            stop += 1;
+        };
+        assert!(stop >= 4, "{stop} places to cancel at");
+        check_stages(&reports, &[FileStage::Write]);
+        assert_eq!(bits(&restore(&engine, &path).unwrap()), bits(&session));
+        old = Some(fs::read(&path).unwrap());
+        session.feed(&tokens(900)[600..]).unwrap();
+    }
+    // what is told of a new file is all of it but its frame
+    fs::remove_file(&path).unwrap();
+    let (reports, _) =
+        watch(usize::MAX, |progress| session.save_with_progress(&path, SaveOptions::default(), progress));
+    let file = SessionFile::inspect(&path).unwrap();
+    assert_eq!(file.file_bytes, reports[0].total + file.frame_bytes);
+}
+
+#[test]
+fn a_sessions_cancel_and_time_limit_end_its_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    let mut session = fed(&engine(), 600);
+    session.cancel_token().cancel();
+    let error = session.save(&path).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
+    assert!(neighbours(&path).is_empty());
+    // from within, as another thread would
+    let (token, mut reports) = (session.cancel_token(), 0);
+    let saved = session.save_with_progress(&path, SaveOptions::default(), &mut |_| {
+        reports += 1;
+        if reports == 2 {
+            token.cancel();
+        }
+        ControlFlow::Continue(())
+    });
+    assert_eq!((saved.unwrap_err().kind(), reports), (ErrorKind::Cancelled, 2));
+    session.set_call_options(CallOptions { time_limit: Some(Duration::ZERO), ..CallOptions::default() });
+    let error = session.save(&path).unwrap_err();
+    assert!(error.message().starts_with("the call's time limit has passed after 0 of "), "{error}");
+    session.set_call_options(CallOptions::default());
+    session.save(&path).unwrap();
+}
+
+#[test]
+fn a_restore_that_is_cancelled_anywhere_leaves_no_session_and_the_file_as_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    let mut session = fed(&engine(), 600);
+    session.save(&path).unwrap();
+    // soon behind others a save writes only tokens
+    let mut end = 600;
+    while SessionFile::inspect(&path).unwrap().pending < 40 {
+        session.feed(&tokens(end + 10)[end..]).unwrap();
+        session.save(&path).unwrap();
+        end += 10;
+    }
+    let pending = SessionFile::inspect(&path).unwrap().pending;
+    let file = fs::read(&path).unwrap();
+    let options = SessionOptions { context: CONTEXT, ..Default::default() };
+    let engine = subject::engine_with(&nano(), EngineOptions { prefill_chunk: 16, ..self::options() });
+    let mut stop = 0;
+    let (reports, restored) = loop {
+        let restore = |progress: &mut dyn FnMut(FileProgress) -> ControlFlow<()>| {
+            Session::restore_with_progress(&engine, &path, options, progress)
+        };
+        let (reports, result) = watch(stop, restore);
+        let error = match result {
+            Ok(restored) => break (reports, restored),
+            Err(error) => error,
+        };
+        assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
+        let FileProgress { stage, done, total } = reports[stop];
+        let what = if stage == FileStage::Compute { "tokens" } else { "bytes" };
+        assert_eq!(error.message(), format!("cancelled after {done} of {total} {what}; there is no session"));
+        assert_eq!(engine.metrics().sessions, 0);
+        let stats = engine.cache_stats();
+        assert_eq!(stats.prefix_blocks, stats.evictable_blocks, "a session's pages are still held: {stats:?}");
+        stop += 1;
+    };
+    check_stages(&reports, &[FileStage::Check, FileStage::Read, FileStage::Compute]);
+    let computed = reports.iter().filter(|now| now.stage == FileStage::Compute).count();
+    assert_eq!(computed, pending.div_ceil(16), "{pending} tokens in chunks of 16");
+    assert_eq!(bits(&restored), bits(&session));
+    assert_eq!(fs::read(&path).unwrap(), file);
+}
+
+#[test]
+fn a_callback_of_a_save_may_use_other_sessions_and_read_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let engine = engine();
+    let session = fed(&engine, 600);
+    let mut other = subject::session(&engine, CONTEXT);
+    let saved = session.save_with_progress(folder.path().join("a"), SaveOptions::default(), &mut |_| {
+        other.feed(&tokens(20)).unwrap();
+        assert_eq!(session.fork().unwrap().position(), 600);
+        ControlFlow::Continue(())
+    });
+    saved.unwrap();
+    assert_eq!(bits(&restore(&engine, &folder.path().join("a")).unwrap()), bits(&session));
 }

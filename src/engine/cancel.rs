@@ -11,7 +11,8 @@ use crate::error::{Result, bail};
 ///
 /// A call alone in its step looks between layers, so it returns within the time of one layer of one chunk; the chunk in
 /// flight is dropped, earlier ones stay in the session. A chunk that shares a step with other sessions' is completed and
-/// stays too. A cancel is used up by the call that it ends. One that comes when its call has just ended counts for the
+/// stays too. A save looks between parts of a few megabytes and leaves the old file. A cancel is used up by the call that it
+/// ends. One that comes when its call has just ended counts for the
 /// next: [`CancelToken::reset`] and [`Session::clear`](crate::Session::clear) take it back.
 #[derive(Clone, Debug, Default)]
 pub struct CancelToken {
@@ -33,13 +34,20 @@ impl Stop {
         self.cancel.flag.load(Ordering::Relaxed) || self.is_late()
     }
 
-    /// `Cancelled` if the call is to end; a cancel is used up then.
+    /// `Cancelled` if a call that feeds is to end; a cancel is used up then.
     pub(crate) fn check(&self) -> Result<()> {
-        self.cancel.check()?;
-        if self.is_late() {
-            bail!(Cancelled, "the call's time limit has passed; the tokens that were complete stay in the session");
+        match self.reason() {
+            Some(reason) => bail!(Cancelled, "{reason}; the tokens that were complete stay in the session"),
+            None => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Why the call is to end, if it is; a cancel is used up then.
+    pub(crate) fn reason(&self) -> Option<&'static str> {
+        if self.cancel.take() {
+            return Some("cancelled");
+        }
+        self.is_late().then_some("the call's time limit has passed")
     }
 
     fn is_late(&self) -> bool {
@@ -58,12 +66,9 @@ impl CancelToken {
         self.flag.store(false, Ordering::Relaxed);
     }
 
-    /// `Cancelled` if asked for, and then no longer.
-    fn check(&self) -> Result<()> {
-        if self.flag.load(Ordering::Relaxed) && self.flag.swap(false, Ordering::Relaxed) {
-            bail!(Cancelled, "cancelled; the tokens that were complete stay in the session");
-        }
-        Ok(())
+    /// Whether it was asked for; then no longer.
+    fn take(&self) -> bool {
+        self.flag.load(Ordering::Relaxed) && self.flag.swap(false, Ordering::Relaxed)
     }
 }
 
@@ -73,14 +78,14 @@ mod tests {
 
     #[test]
     fn a_cancel_is_used_up_and_its_message_fits_a_prompt_and_a_generation() {
-        let token = CancelToken::default();
-        token.cancel();
-        let error = token.check().unwrap_err();
+        let stop = Stop::default();
+        stop.cancel.cancel();
+        let error = stop.check().unwrap_err();
         assert_eq!(error.message(), "cancelled; the tokens that were complete stay in the session");
-        token.check().unwrap();
-        token.cancel();
-        token.reset();
-        token.check().unwrap();
+        stop.check().unwrap();
+        stop.cancel.cancel();
+        stop.cancel.reset();
+        stop.check().unwrap();
     }
 
     #[test]

@@ -8,14 +8,15 @@
 //! The model is known by its fingerprint, which is made of the config, the tensors, and the shards' sizes and modification
 //! times, so that a changed weight is noticed. A copy of a model has the same only if it keeps the times: `cp -a`.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
+use std::ops::ControlFlow;
 
 use super::args::{Out, OutStruct, SizedStruct, copy_text, flag, object, options, path};
 use super::engine::{dsv4_engine, kv_format_number};
-use super::guard::guard;
+use super::guard::{guard, unfenced};
 use super::session::{self, dsv4_session, dsv4_session_options};
 use super::status::{dsv4_error, dsv4_status};
-use crate::session::{SaveOptions, Session, SessionFile, SessionFileInfo};
+use crate::session::{FileProgress, FileStage, SaveOptions, Session, SessionFile, SessionFileInfo};
 
 /// Facts about a session file. Set `size` to `sizeof(dsv4_session_file_info)` before the call.
 #[repr(C)]
@@ -62,6 +63,45 @@ unsafe impl SizedStruct for dsv4_session_file_info {
     const NAME: &'static str = "dsv4_session_file_info";
 }
 
+/// What a save or a restore is at. A save only writes; a restore goes through the others in order.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum dsv4_file_stage {
+    /// Bytes are written.
+    Write = 0,
+    /// The file's bytes are compared with their checksums.
+    Check = 1,
+    /// The file's bytes are read into the cache; from the beginning again where the cache had no room at first.
+    Read = 2,
+    /// Tokens that the last save left out are computed.
+    Compute = 3,
+}
+
+/// Told on the calling thread, at the beginning of each stage of a save or a restore, after each part of a few megabytes and
+/// after each chunk of tokens, that `done` of the stage's `total` bytes (in `DSV4_FILE_STAGE_COMPUTE`, tokens) are through.
+/// Return 0 to go on; anything else cancels, also the last time. Later versions may have more stages. It must return (no
+/// `longjmp`, no C++ exception), and a session that is saved is `BUSY` for it, except for `dsv4_session_cancel`.
+pub type dsv4_file_progress_callback =
+    Option<unsafe extern "C" fn(userdata: *mut c_void, stage: dsv4_file_stage, done: u64, total: u64) -> i32>;
+
+/// A host's callback for the library.
+fn watching(
+    progress: dsv4_file_progress_callback,
+    userdata: *mut c_void,
+) -> impl FnMut(FileProgress) -> ControlFlow<()> {
+    move |FileProgress { stage, done, total }| {
+        let stage = match stage {
+            FileStage::Write => dsv4_file_stage::Write,
+            FileStage::Check => dsv4_file_stage::Check,
+            FileStage::Read => dsv4_file_stage::Read,
+            FileStage::Compute => dsv4_file_stage::Compute,
+        };
+        // SAFETY: the host gave function and userdata to be called so during this call.
+        let stop = progress.is_some_and(|progress| unfenced(|| unsafe { progress(userdata, stage, done, total) }) != 0);
+        if stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+}
+
 /// Saves the session to the file at `path`. A file that holds a beginning of this session is added to. A file of another
 /// session or model, a damaged one and an empty one are replaced; what is not dsv4's, or only newer versions can read, is
 /// not. The session does not change.
@@ -71,10 +111,12 @@ unsafe impl SizedStruct for dsv4_session_file_info {
 /// many as take the room of one state (1,600 for V4-Flash). With `complete` = 1 everything is written, which is what the
 /// last save wants; 0 keeps the bound.
 ///
+/// `dsv4_session_cancel` and the time limit of the session's call options end it between parts of a few megabytes.
+///
 /// Errors: `IO` and `NOT_FOUND` from the file system (disk full, permissions, no such folder), `INVALID_ARGUMENT` if
 /// something other than a file, or a file that is not dsv4's, is at `path`, `UNSUPPORTED` if a file of a newer version or of
-/// the other byte order is, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`. After any of them the old
-/// file is as it was.
+/// the other byte order is, `BUSY` also during another save to the same file, `OUT_OF_MEMORY`, `CANCELLED`. After any of them
+/// the old file is as it was.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn dsv4_session_save(
@@ -89,6 +131,31 @@ pub unsafe extern "C" fn dsv4_session_save(
         // SAFETY: as above.
         let path = unsafe { self::path(path, "path") }?;
         session.save_with(path, SaveOptions { complete: flag(complete, "complete")? })?;
+        Ok(())
+    })
+}
+
+/// As `dsv4_session_save`, telling `progress` how far it has come. A save that has nothing to write does not call it.
+/// `progress` may be NULL, and `userdata` may be NULL.
+///
+/// Errors: as `dsv4_session_save`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_save_with_progress(
+    session: *mut dsv4_session,
+    path: *const c_char,
+    complete: i32,
+    progress: dsv4_file_progress_callback,
+    userdata: *mut c_void,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    guard("dsv4_session_save_with_progress", err, || {
+        // SAFETY: by the header's contract.
+        let session = unsafe { object(session, "session") }?.exclusive.get()?;
+        // SAFETY: as above.
+        let path = unsafe { self::path(path, "path") }?;
+        let options = SaveOptions { complete: flag(complete, "complete")? };
+        session.save_with_progress(path, options, &mut watching(progress, userdata))?;
         Ok(())
     })
 }
@@ -120,6 +187,38 @@ pub unsafe extern "C" fn dsv4_session_restore(
         let options = unsafe { self::options(options) }?;
         out.check()?;
         out.give(dsv4_session::new(Session::restore(&engine, path, session::read(&options)?)?));
+        Ok(())
+    })
+}
+
+/// As `dsv4_session_restore`, telling `progress` how far it has come. `options` may be NULL, `progress` may be NULL, and
+/// `userdata` may be NULL. To cancel from another thread, have `progress` look at something that the other one sets.
+///
+/// Errors: as `dsv4_session_restore`; `CANCELLED`, and there is no session then.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn dsv4_session_restore_with_progress(
+    engine: *const dsv4_engine,
+    path: *const c_char,
+    options: *const dsv4_session_options,
+    progress: dsv4_file_progress_callback,
+    userdata: *mut c_void,
+    out: *mut *mut dsv4_session,
+    err: *mut dsv4_error,
+) -> dsv4_status {
+    // SAFETY: NULL or a valid output by the header's contract.
+    let out = unsafe { Out::new(out, "out") };
+    guard("dsv4_session_restore_with_progress", err, || {
+        // SAFETY: as above.
+        let engine = unsafe { object(engine, "engine") }?.get()?;
+        // SAFETY: as above.
+        let path = unsafe { self::path(path, "path") }?;
+        // SAFETY: as above.
+        let options = unsafe { self::options(options) }?;
+        out.check()?;
+        let options = session::read(&options)?;
+        let restored = Session::restore_with_progress(&engine, path, options, &mut watching(progress, userdata));
+        out.give(dsv4_session::new(restored?));
         Ok(())
     })
 }

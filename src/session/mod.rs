@@ -27,7 +27,7 @@ use crate::sampler::Sampler;
 use logits::Logits;
 
 pub use crate::engine::CancelToken;
-pub use file::{SaveOptions, Saved, SessionFile, SessionFileInfo};
+pub use file::{FileProgress, FileStage, SaveOptions, Saved, SessionFile, SessionFileInfo};
 pub(crate) use generate::Decoding;
 pub use generate::{Finish, GenerateOptions, Generation, Piece};
 pub use pending::{Event, Pending};

@@ -19,7 +19,6 @@ impl Session {
     pub(super) fn terms(&self, tokens: usize) -> Terms {
         let calls = &self.calls;
         let began = self.submitted.unwrap_or_else(Instant::now);
-        let deadline = calls.time_limit.and_then(|limit| began.checked_add(limit));
         let caller = match self.submitted {
             Some(_) => Caller::Leaves,
             None if calls.waits_only => Caller::Waits,
@@ -28,7 +27,7 @@ impl Session {
         let when_full = calls.when_full.unwrap_or(self.engine.options().when_full);
         let mut terms = self.engine.begin(Request {
             tokens,
-            stop: Stop { cancel: self.cancel.clone(), deadline },
+            stop: self.stop(began),
             priority: calls.priority,
             began,
             caller,
@@ -40,6 +39,12 @@ impl Session {
             terms.plan(Plan { end, is_checked: true });
         }
         terms
+    }
+
+    /// What ends a call that began at `began`.
+    pub(super) fn stop(&self, began: Instant) -> Stop {
+        let deadline = self.calls.time_limit.and_then(|limit| began.checked_add(limit));
+        Stop { cancel: self.cancel.clone(), deadline }
     }
 
     /// Has the sequence in pages, with all tokens, while the pin lives.

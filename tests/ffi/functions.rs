@@ -29,7 +29,8 @@ pub(crate) const FUNCTIONS: &[Function] = functions! {
         dsv4_session_truncate dsv4_session_keep_common dsv4_session_cancel
         dsv4_session_reset_cancel;
     call: dsv4_call_options_init_sized dsv4_session_set_call_options;
-    session_file: dsv4_session_save dsv4_session_restore dsv4_session_file_get_info dsv4_session_file_verify;
+    session_file: dsv4_session_save dsv4_session_save_with_progress dsv4_session_restore dsv4_session_restore_with_progress
+        dsv4_session_file_get_info dsv4_session_file_verify;
     sampler: dsv4_sampler_options_init_sized dsv4_sampler_new dsv4_sampler_free dsv4_sampler_sample dsv4_sampler_accept
         dsv4_sampler_reset;
     generate: dsv4_generation_options_init_sized dsv4_generation_new dsv4_generation_free dsv4_generation_next

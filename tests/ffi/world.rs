@@ -205,6 +205,7 @@ impl World {
             | ("int32_t", "complete" | "markup" | "thinking" | "level" | "status")
             | ("void *", "userdata") => 0,
             ("dsv4_progress_callback", _) => on_progress as *const () as usize,
+            ("dsv4_file_progress_callback", _) => on_file_progress as *const () as usize,
             ("dsv4_piece_callback", _) => on_piece as *const () as usize,
             ("dsv4_log_callback", _) => on_log as *const () as usize,
             _ => panic!("{}: teach tests/ffi/world.rs a valid `{kind} {name}`", signature.name),
@@ -289,6 +290,10 @@ fn model_path() -> PathBuf {
 }
 
 extern "C" fn on_progress(_: usize, _: usize, _: usize) -> i32 {
+    0
+}
+
+extern "C" fn on_file_progress(_: usize, _: i32, _: u64, _: u64) -> i32 {
     0
 }
 

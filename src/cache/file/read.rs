@@ -166,12 +166,24 @@ impl Container {
     /// # Errors
     /// `Corrupt` names the first that differs; `Io`.
     pub fn verify(&self) -> Result<()> {
+        self.verify_with(&mut |_| Ok(()))
+    }
+
+    /// As [`Self::verify`], calling `told` with the bytes of sections that were compared, after each 256 KiB; its error ends
+    /// the call.
+    ///
+    /// # Errors
+    /// As [`Self::verify`], and those of `told`.
+    pub fn verify_with(&self, told: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
         let mut part = alloc::zeroed("file buffer", PART)?;
+        let mut done = 0;
         for section in &self.sections {
             let mut reader = self.section(section)?;
             while reader.left() > 0 {
                 let len = (part.len() as u64).min(reader.left()) as usize;
                 reader.fill(&mut part[..len])?;
+                done += len as u64;
+                told(done)?;
             }
             reader.finish()?;
         }

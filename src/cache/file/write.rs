@@ -133,6 +133,11 @@ impl Writer {
         })
     }
 
+    /// Bytes that were handed over so far.
+    pub fn written(&self) -> u64 {
+        self.end - self.start
+    }
+
     /// Writes a section with the bytes that `fill` hands over.
     pub fn section(
         &mut self,

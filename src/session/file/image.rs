@@ -9,6 +9,7 @@ use crate::cache::{BLOCK_TOKENS, SequenceCache};
 use crate::error::{ErrorKind, Result};
 
 use super::load::{self, Frame};
+use super::watch::{FileStage, Watch};
 use super::{BLOCK_TOKEN_BYTES, Saved, block_tokens, kind};
 
 /// Bytes of a section's entry in the table.
@@ -53,9 +54,9 @@ impl Stored {
 
 impl Image<'_> {
     /// Saves to `path`; see [`super::Session::save`].
-    pub(super) fn save(&self, path: &Path, complete: bool) -> Result<Saved> {
+    pub(super) fn save(&self, path: &Path, complete: bool, watch: &mut Watch<'_>) -> Result<Saved> {
         let path = resolve(path)?;
-        let Some(stored) = self.stored(&path)? else { return self.replace(&path) };
+        let Some(stored) = self.stored(&path)? else { return self.replace(&path, watch) };
         let has_state = stored.frame.position == self.tokens.len();
         let has_logits = stored.frame.logits.is_some() || self.logits.is_empty();
         let pending = self.tokens.len().saturating_sub(stored.frame.position);
@@ -64,16 +65,16 @@ impl Image<'_> {
         }
         let (limit, spent) = (2 * self.bytes(), stored.spent());
         if spent + self.addition(&stored) <= limit {
-            return self.append(stored);
+            return self.append(stored, watch);
         }
         if !complete && stored.is_beginning && stored.container.folded().is_some() && pending > 0 {
             let tokens = 4 * (self.tokens.len() - stored.kept()) + ENTRY as usize * (MOST_PARTS + 2);
             if spent + tokens as u64 <= limit {
-                return self.append_tokens(stored);
+                return self.append_tokens(stored, watch);
             }
         }
         drop(stored);
-        self.replace(&path)
+        self.replace(&path, watch)
     }
 
     /// The file at `path`, if it is one that could be added to; `None` if a new one may take its place.
@@ -115,46 +116,52 @@ impl Image<'_> {
 
     /// Bytes of a new file.
     fn bytes(&self) -> u64 {
-        let header = Header::new(Content::Session, self.identity.clone());
-        let blocks = self.cache.full_blocks().len() as u64;
-        header.data_start()
-            + blocks * (BLOCK_TOKEN_BYTES + self.identity.layout.block_content(BLOCK_TOKENS))
-            + self.rest()
+        self.header().data_start() + self.content(0) + self.entries()
     }
 
     /// Bytes that adding to `stored` takes.
     fn addition(&self, stored: &Stored) -> u64 {
-        let blocks = (self.cache.full_blocks().len() - stored.shared) as u64;
-        blocks * (BLOCK_TOKEN_BYTES + self.identity.layout.block_content(BLOCK_TOKENS)) + self.rest()
+        self.content(stored.shared) + self.entries()
     }
 
-    /// Bytes of everything but the full blocks.
-    fn rest(&self) -> u64 {
+    /// Bytes of the sections for full blocks from `from` on and the state.
+    fn content(&self, from: usize) -> u64 {
         let (layout, tail) = (&self.identity.layout, self.tokens.len() % BLOCK_TOKENS);
-        let entries = self.cache.full_blocks().len() as u64 + 6;
-        let tokens = 8 + 4 * tail as u64;
-        layout.block_content(tail) + layout.state_content() + 4 * self.logits.len() as u64 + tokens + entries * ENTRY
+        let blocks = (self.cache.full_blocks().len() - from) as u64;
+        let state = layout.block_content(tail) + layout.state_content() + 4 * self.logits.len() as u64;
+        blocks * (BLOCK_TOKEN_BYTES + layout.block_content(BLOCK_TOKENS)) + state + 8 + 4 * tail as u64
     }
 
-    fn replace(&self, path: &Path) -> Result<Saved> {
-        let mut writer = Writer::create(path, &Header::new(Content::Session, self.identity.clone()))?;
-        self.write_blocks(&mut writer, 0)?;
-        self.write_state(&mut writer)?;
+    /// Bytes of the table.
+    fn entries(&self) -> u64 {
+        (self.cache.full_blocks().len() as u64 + 6) * ENTRY
+    }
+
+    fn header(&self) -> Header {
+        Header::new(Content::Session, self.identity.clone())
+    }
+
+    fn replace(&self, path: &Path, watch: &mut Watch<'_>) -> Result<Saved> {
+        let mut writer = Writer::create(path, &self.header())?;
+        let mut told = Told { watch, start: writer.written(), total: self.content(0) };
+        self.write_blocks(&mut writer, 0, &mut told)?;
+        self.write_state(&mut writer, &mut told)?;
         let written = writer.commit()?;
         Ok(Saved { written, file_bytes: written, pending: 0 })
     }
 
-    fn append(&self, stored: Stored) -> Result<Saved> {
+    fn append(&self, stored: Stored, watch: &mut Watch<'_>) -> Result<Saved> {
         let (start, kept) = (stored.container.end(), stored.shared);
         let mut writer = Writer::append(stored.container)?;
         stored.frame.blocks[..kept].iter().try_for_each(|section| writer.keep(section))?;
-        self.write_blocks(&mut writer, kept)?;
-        self.write_state(&mut writer)?;
+        let mut told = Told { watch, start: writer.written(), total: self.content(kept) };
+        self.write_blocks(&mut writer, kept, &mut told)?;
+        self.write_state(&mut writer, &mut told)?;
         Ok(appended(start, writer.commit()?, 0))
     }
 
     /// Appends the tokens alone.
-    fn append_tokens(&self, stored: Stored) -> Result<Saved> {
+    fn append_tokens(&self, stored: Stored, watch: &mut Watch<'_>) -> Result<Saved> {
         let (start, position, kept) = (stored.container.end(), stored.frame.position, stored.kept());
         let mut sections = alloc::with_capacity("file table", MOST_PARTS + 1)?;
         sections.extend(stored.container.folded());
@@ -163,22 +170,27 @@ impl Image<'_> {
         }
         let mut writer = Writer::append(stored.container)?;
         sections.iter().try_for_each(|section| writer.keep(section))?;
+        let mut told = Told { watch, start: writer.written(), total: 4 * (self.tokens.len() - kept) as u64 };
+        told.tell(&writer)?;
         self.write_tokens(&mut writer, kept)?;
+        told.tell(&writer)?;
         Ok(appended(start, writer.commit()?, self.tokens.len() - position))
     }
 
-    fn write_blocks(&self, writer: &mut Writer, from: usize) -> Result<()> {
+    fn write_blocks(&self, writer: &mut Writer, from: usize, told: &mut Told<'_, '_>) -> Result<()> {
         let layout = &self.identity.layout;
+        told.tell(writer)?;
         for (i, block) in self.cache.full_blocks().iter().enumerate().skip(from) {
             writer.section(kind::BLOCK, true, |section| {
                 section.put_words(block_tokens(self.tokens, i).iter().copied())?;
                 block.export(layout, BLOCK_TOKENS, &mut |bytes| section.put(bytes))
             })?;
+            told.tell(writer)?;
         }
         Ok(())
     }
 
-    fn write_state(&self, writer: &mut Writer) -> Result<()> {
+    fn write_state(&self, writer: &mut Writer, told: &mut Told<'_, '_>) -> Result<()> {
         let layout = &self.identity.layout;
         if let Some(tail) = self.cache.tail() {
             let tokens = self.tokens.len() % BLOCK_TOKENS;
@@ -186,6 +198,7 @@ impl Image<'_> {
         }
         let state = self.cache.checkpoint();
         writer.section(kind::STATE, true, |section| state.export(layout, &mut |bytes| section.put(bytes)))?;
+        told.tell(writer)?;
         if !self.logits.is_empty() {
             let bits = self.logits.iter().map(|logit| logit.to_bits());
             writer.section(kind::LOGITS, true, |section| section.put_words(bits))?;
@@ -193,12 +206,26 @@ impl Image<'_> {
         let position = self.tokens.len() as u64;
         writer.section(kind::POSITION, true, |section| section.put(&position.to_le_bytes()))?;
         self.write_tokens(writer, self.cache.full_blocks().len() * BLOCK_TOKENS)?;
+        told.tell(writer)?;
         writer.fold()
     }
 
     fn write_tokens(&self, writer: &mut Writer, from: usize) -> Result<()> {
         let tokens = self.tokens[from..].iter().copied();
         writer.section(kind::TOKENS, true, |section: &mut SectionWriter<'_>| section.put_words(tokens))
+    }
+}
+
+/// Tells of the bytes that are written to sections.
+struct Told<'a, 'b> {
+    watch: &'a mut Watch<'b>,
+    start: u64,
+    total: u64,
+}
+
+impl Told<'_, '_> {
+    fn tell(&mut self, writer: &Writer) -> Result<()> {
+        self.watch.report(FileStage::Write, writer.written() - self.start, self.total)
     }
 }
 
@@ -227,6 +254,8 @@ mod tests {
     fn all_bytes_ever_written_for_100k_tokens_are_at_most_twice_the_size() {
         let folder = tempfile::tempdir().unwrap();
         let manager = CacheManager::new(layout(), CacheOptions::PRIVATE, b"");
+        let mut ignored = |_| std::ops::ControlFlow::Continue(());
+        let mut watch = Watch { progress: &mut ignored, stop: crate::engine::Stop::default() };
         let identity = Identity { fingerprint: 1, numerics: "reference".to_owned(), vocab: 1024, layout: layout() };
         let tokens: Vec<u32> = (0..100_000).map(|i| i % 1021).collect();
         let logits = vec![0.5; 1024];
@@ -239,20 +268,20 @@ mod tests {
                 let staged = cache.stage(every).unwrap();
                 cache.commit(staged);
                 let image = Image { identity: &identity, tokens: &tokens[..end], cache: &cache, logits: &logits };
-                let saved = image.save(&path, false).unwrap();
+                let saved = image.save(&path, false, &mut watch).unwrap();
                 assert_eq!(saved.file_bytes, std::fs::metadata(&path).unwrap().len());
                 assert!(saved.written <= saved.file_bytes);
                 written += saved.written;
                 most_pending = most_pending.max(saved.pending);
             }
             let image = Image { identity: &identity, tokens: &tokens, cache: &cache, logits: &logits };
-            let fresh = image.save(&folder.path().join("fresh"), true).unwrap().written;
+            let fresh = image.save(&folder.path().join("fresh"), true, &mut watch).unwrap().written;
             assert!(written <= 2 * fresh, "every {every}: {written} bytes for a session of {fresh}");
             assert!(most_pending < 2000 + every, "every {every}: {most_pending} tokens to compute again");
             assert!(every < 4000 || most_pending == 0, "every {every}: {most_pending} tokens to compute again");
-            let file = load::File::open(&path, &identity).unwrap();
+            let file = load::File::open(&path, &identity, &mut watch).unwrap();
             let other = CacheManager::new(layout(), CacheOptions::PRIVATE, b"");
-            assert!(file.load(&other, 0).unwrap().tokens == tokens);
+            assert!(file.load(&other, 0, &mut watch).unwrap().tokens == tokens);
             drop(std::fs::remove_file(folder.path().join("fresh")));
         }
     }

@@ -10,6 +10,7 @@ use crate::cache::file::{Container, Content, Identity, Section};
 use crate::cache::{BLOCK_TOKENS, Block, CacheManager, SequenceCache, State};
 use crate::error::Result;
 
+use super::watch::{FileStage, Watch};
 use super::{BLOCK_TOKEN_BYTES, block_tokens, kind, next_key};
 
 /// Bytes of a root.
@@ -111,11 +112,13 @@ pub(super) struct Loaded {
 
 impl File {
     /// Opens and checks the file at `path` for an engine of `identity`.
-    pub(super) fn open(path: &Path, identity: &Identity) -> Result<Self> {
+    pub(super) fn open(path: &Path, identity: &Identity, watch: &mut Watch<'_>) -> Result<Self> {
         let container = Container::open(path, Content::Session)?;
         container.header().identity.check(identity, path)?;
         let frame = Frame::read(&container)?;
-        container.verify()?;
+        let total = container.sections().iter().map(|section| section.bytes).sum();
+        watch.report(FileStage::Check, 0, total)?;
+        container.verify_with(&mut |done| watch.report(FileStage::Check, done, total))?;
         if container.has_damaged_root() {
             tracing::warn!(file = %path.display(), "the last save is damaged; the one before it is used");
         }
@@ -128,8 +131,11 @@ impl File {
     }
 
     /// Reads the session into pages of `manager`.
-    pub(super) fn load(&self, manager: &Arc<CacheManager>, rollback: usize) -> Result<Loaded> {
+    pub(super) fn load(&self, manager: &Arc<CacheManager>, rollback: usize, watch: &mut Watch<'_>) -> Result<Loaded> {
         let Self { container, frame } = self;
+        let rows = frame.blocks.iter().chain(&frame.tail).chain([&frame.state]);
+        let (mut done, total) = (0, rows.map(|section| section.bytes).sum());
+        watch.report(FileStage::Read, 0, total)?;
         let tokens = self.tokens()?;
         let logits = match &frame.logits {
             Some(section) => {
@@ -150,6 +156,8 @@ impl File {
                 Some(block) => block,
                 None => Arc::new(self.block(manager, section, own)?),
             });
+            done += section.bytes;
+            watch.report(FileStage::Read, done, total)?;
         }
         if let Some(section) = &frame.tail {
             let mut reader = container.section(section)?;
@@ -160,6 +168,7 @@ impl File {
         let mut reader = container.section(&frame.state)?;
         let state = State::import(manager, frame.position, &mut |bytes| reader.fill(bytes))?;
         reader.finish()?;
+        watch.report(FileStage::Read, total, total)?;
         Ok(Loaded { tokens, cache: SequenceCache::from_parts(manager, blocks, Arc::new(state), rollback), logits })
     }
 

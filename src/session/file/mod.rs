@@ -16,18 +16,25 @@
 mod image;
 mod info;
 mod load;
+mod watch;
 
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
+use crate::TokenId;
 use crate::alloc;
 use crate::cache::{BLOCK_TOKENS, PrefixKey};
-use crate::engine::Engine;
+use crate::engine::{Engine, Stop};
 use crate::error::{Result, bail};
 
-use super::{Session, SessionOptions};
+use super::{Progress, Session, SessionOptions};
+
+use watch::Watch;
 
 pub use info::{SessionFile, SessionFileInfo};
+pub use watch::{FileProgress, FileStage};
 
 /// Kinds of the sections of a session file.
 mod kind {
@@ -92,18 +99,59 @@ impl Session {
     /// # Errors
     /// `Io` and `NotFound` from the file system (disk full, permissions, no such folder), `InvalidArgument` if something
     /// other than a file, or a file that is not dsv4's, is at `path`, `Unsupported` if a file of a newer version or of the
-    /// other byte order is, `Busy` during another save to the same file, `OutOfMemory`.
+    /// other byte order is, `Busy` during another save to the same file, `OutOfMemory`, `Cancelled` by the session's [`CancelToken`](crate::CancelToken)
+    /// or time limit. After any of them the old file is as it was.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<Saved> {
         self.save_with(path, SaveOptions::default())
     }
 
     /// As [`Session::save`], with options.
+    ///
+    /// # Errors
+    /// As [`Session::save`].
     pub fn save_with(&self, path: impl AsRef<Path>, options: SaveOptions) -> Result<Saved> {
+        self.save_with_progress(path, options, &mut |_| ControlFlow::Continue(()))
+    }
+
+    /// As [`Session::save_with`], calling `progress` at the beginning and after each part of a few megabytes, on this thread;
+    /// `Break` cancels, also the last time. A save that has nothing to write does not call it.
+    ///
+    /// A [`CancelToken`](crate::CancelToken) of the session and the time limit of its
+    /// [`CallOptions`](crate::CallOptions) end any save in the same way: the old file stays, and the session is as it was.
+    ///
+    /// ```
+    /// use std::ops::ControlFlow;
+    /// # use dsv4::{Engine, EngineOptions, ErrorKind, Model, SaveOptions, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// # session.feed(&[1, 2, 3])?;
+    /// # let file = std::env::temp_dir().join(format!("dsv4-doc-watched-{}", std::process::id()));
+    /// let result = session.save_with_progress(&file, SaveOptions::default(), &mut |now| {
+    ///     if 2 * now.done < now.total { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    /// });
+    /// assert_eq!(result.unwrap_err().kind(), ErrorKind::Cancelled);
+    /// assert!(!file.exists());
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Session::save`]; `Cancelled`.
+    pub fn save_with_progress(
+        &self,
+        path: impl AsRef<Path>,
+        options: SaveOptions,
+        progress: &mut dyn FnMut(FileProgress) -> ControlFlow<()>,
+    ) -> Result<Saved> {
+        let stop = self.stop(Instant::now());
         let _pin = self.ready()?;
         let (identity, logits) = (self.engine.identity(), self.logits.get(&self.engine)?);
-        let sequence = self.cache.sequence();
-        image::Image { identity: &identity, tokens: &self.tokens, cache: &sequence, logits }
-            .save(path.as_ref(), options.complete)
+        // a share of the sequence: its own stays free for whoever looks at it meanwhile, `progress` too
+        let cache = self.cache.sequence().fork()?;
+        image::Image { identity: &identity, tokens: &self.tokens, cache: &cache, logits }.save(
+            path.as_ref(),
+            options.complete,
+            &mut Watch { progress, stop },
+        )
     }
 
     /// The session in the file at `path`, on `engine`, with logits and cache bit for bit as they were saved. Blocks that the
@@ -118,13 +166,52 @@ impl Session {
     /// other byte order, `Mismatch` for one of another model (see [`Model::fingerprint`](crate::Model::fingerprint)),
     /// numerics or cache format; `ContextFull` if the session is longer than the options' context; `NoBlocks`, `OutOfMemory`; and for pending tokens those of [`Session::feed`].
     pub fn restore(engine: &Arc<Engine>, path: impl AsRef<Path>, options: SessionOptions) -> Result<Self> {
+        Self::restore_with_progress(engine, path, options, &mut |_| ControlFlow::Continue(()))
+    }
+
+    /// As [`Session::restore`], calling `progress` at the beginning of each [`FileStage`], after each part of a few megabytes,
+    /// and after each chunk of tokens that are computed, on this thread. `Break` cancels, also the last time: there is no
+    /// session then, and its memory is free or can be taken. To cancel from another thread, have `progress` look at something
+    /// that the other one sets.
+    ///
+    /// ```
+    /// use std::ops::ControlFlow;
+    /// use dsv4::FileStage;
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// # session.feed(&[1, 2, 3])?;
+    /// # let file = std::env::temp_dir().join(format!("dsv4-doc-restored-{}", std::process::id()));
+    /// # session.save(&file)?;
+    /// let mut checked = 0;
+    /// let restored = Session::restore_with_progress(&engine, &file, SessionOptions::default(), &mut |now| {
+    ///     if now.stage == FileStage::Check {
+    ///         checked = now.done; // of now.total bytes
+    ///     }
+    ///     ControlFlow::Continue(())
+    /// })?;
+    /// assert!(checked > 0);
+    /// assert_eq!(restored.tokens(), session.tokens());
+    /// # std::fs::remove_file(file).expect("it was made");
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Session::restore`]; `Cancelled`.
+    pub fn restore_with_progress(
+        engine: &Arc<Engine>,
+        path: impl AsRef<Path>,
+        options: SessionOptions,
+        progress: &mut dyn FnMut(FileProgress) -> ControlFlow<()>,
+    ) -> Result<Self> {
+        let mut watch = Watch { progress, stop: Stop::default() };
         let (path, context) = (path.as_ref(), options.context(engine)?);
-        let file = load::File::open(path, &engine.identity())?;
+        let file = load::File::open(path, &engine.identity(), &mut watch)?;
         let total = file.total();
         if total > context {
             bail!(ContextFull, "{}: holds {total} tokens; the context is {context}", path.display());
         }
-        let mut loaded = engine.find_room(|| file.load(engine.cache(), options.rollback))?;
+        let mut loaded = engine.find_room(|| file.load(engine.cache(), options.rollback, &mut watch))?;
         let position = loaded.cache.len();
         let pending = alloc::copied("session tokens", &loaded.tokens[position..])?;
         loaded.tokens.truncate(position);
@@ -136,8 +223,19 @@ impl Session {
         session.set_mark();
         session.publish(position, position, false)?;
         // no tokens is no work
-        session.feed(&pending)?;
+        session.compute(&pending, &mut watch)?;
         Ok(session)
+    }
+
+    /// Feeds the tokens that a file has without their rows.
+    fn compute(&mut self, pending: &[TokenId], watch: &mut Watch<'_>) -> Result<()> {
+        let mut stopped = Ok(());
+        let fed = self.feed_with(pending, &mut |Progress { done, total }| {
+            stopped = watch.report(FileStage::Compute, done as u64, total as u64);
+            if stopped.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        });
+        // a feed whose last chunk was complete does not mind
+        stopped.and(fed)
     }
 }
 
