@@ -51,6 +51,15 @@ pub enum ErrorKind {
 }
 
 /// Error of every fallible call: a kind and a message.
+///
+/// ```
+/// use dsv4::{ErrorKind, Model};
+/// match Model::open("no/such/folder") {
+///     Ok(model) => println!("{} layers", model.config().num_hidden_layers),
+///     Err(error) if error.kind() == ErrorKind::NotFound => eprintln!("is it downloaded? {error}"),
+///     Err(error) => eprintln!("{error}"),
+/// }
+/// ```
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {

@@ -4,6 +4,7 @@ package dsv4
 import "C"
 
 import (
+	"context"
 	"runtime"
 	"runtime/cgo"
 )
@@ -50,6 +51,28 @@ type progress struct {
 func dsv4goProgress(handle C.uintptr_t, done, total C.size_t) (stop C.int32_t) {
 	p, goesOn := cgo.Handle(handle).Value().(*progress), false
 	p.last = apart(func() { goesOn = p.function(int(done), int(total)) })
+	if goesOn && p.last.returned {
+		return 0
+	}
+	return 1
+}
+
+type fileProgress struct {
+	ctx      context.Context
+	function func(FileProgress) bool
+	last     outcome
+}
+
+//export dsv4goFileProgress
+func dsv4goFileProgress(handle C.uintptr_t, stage C.int32_t, done, total C.uint64_t) (stop C.int32_t) {
+	p, goesOn := cgo.Handle(handle).Value().(*fileProgress), true
+	if p.ctx.Err() != nil {
+		return 1
+	}
+	if p.function != nil {
+		now := FileProgress{FileStage(stage), uint64(done), uint64(total)}
+		p.last = apart(func() { goesOn = p.function(now) })
+	}
 	if goesOn && p.last.returned {
 		return 0
 	}

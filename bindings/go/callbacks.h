@@ -4,4 +4,7 @@
 
 dsv4_status dsv4go_feed(dsv4_session *session, const uint32_t *tokens, size_t n_tokens, uintptr_t handle,
                         dsv4_error *err);
+dsv4_status dsv4go_save(dsv4_session *session, const char *path, int32_t complete, uintptr_t handle, dsv4_error *err);
+dsv4_status dsv4go_restore(const dsv4_engine *engine, const char *path, const dsv4_session_options *options,
+                           uintptr_t handle, dsv4_session **out, dsv4_error *err);
 dsv4_status dsv4go_log_set(int32_t level, uintptr_t handle, dsv4_error *err);

@@ -211,9 +211,9 @@ func TestTheGarbageCollectorTakesNothingFromUnderACall(t *testing.T) {
 		session := must(NewSession(engine, nil))(t)
 		ok(t, session.FeedProgress(ctx, tokens, func(int, int) bool { return true }))
 		fork := must(session.Fork())(t)
-		ok(t, fork.Save(path, true))
+		ok(t, fork.Save(ctx, path, true))
 		must(VerifySessionFile(path))(t)
-		restored := must(RestoreSession(engine, path, nil))(t)
+		restored := must(RestoreSession(ctx, engine, path, nil))(t)
 		options := DefaultSamplerOptions()
 		options.Bias = map[Token]float32{7: -1}
 		sampler := must(NewSampler(&options))(t)
@@ -318,8 +318,8 @@ func TestSignalsDoNotDisturbCalls(t *testing.T) {
 	for range 3 {
 		ok(t, session.Clear())
 		ok(t, session.Feed(ctx, tokens))
-		ok(t, session.Save(path, true))
-		restored := must(RestoreSession(f.engine, path, nil))(t)
+		ok(t, session.Save(ctx, path, true))
+		restored := must(RestoreSession(ctx, f.engine, path, nil))(t)
 		if !slices.Equal(must(restored.Logits(nil))(t), want) || !slices.Equal(must(session.Logits(nil))(t), want) {
 			t.Fatal("the logits differ")
 		}

@@ -56,7 +56,7 @@ func TestTextsWithNULAreRefused(t *testing.T) {
 	refused(t, err, ErrInvalidArgument)
 	_, err = NewEngine(f.model, &EngineOptions{PrefixSalt: "\x00"})
 	refused(t, err, ErrInvalidArgument)
-	refused(t, f.session(t).Save("a\x00b", true), ErrInvalidArgument)
+	refused(t, f.session(t).Save(context.Background(), "a\x00b", true), ErrInvalidArgument)
 	session := f.session(t)
 	ok(t, session.Feed(context.Background(), []Token{300}))
 	_, err = NewGeneration(session, greedy(t), &GenerationOptions{StopStrings: []string{"fine", "\x00"}})

@@ -173,10 +173,10 @@ func ExampleRestoreSession() {
 		log.Fatal(err)
 	}
 	path := filepath.Join(folder, "day.session")
-	if err := session.Save(path, true); err != nil {
+	if err := session.Save(context.Background(), path, true); err != nil {
 		log.Fatal(err)
 	}
-	restored, err := dsv4.RestoreSession(engine, path, nil)
+	restored, err := dsv4.RestoreSession(context.Background(), engine, path, nil)
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -2,6 +2,8 @@ package dsv4
 
 import (
 	"context"
+	"errors"
+	"os"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -56,10 +58,10 @@ func TestSessionsComeBackFromFiles(t *testing.T) {
 	f, ctx := open(t), context.Background()
 	session, path := f.session(t), filepath.Join(t.TempDir(), "a.session")
 	ok(t, session.Feed(ctx, repeated(300)))
-	ok(t, session.Save(path, false))
+	ok(t, session.Save(ctx, path, false))
 	ok(t, session.Feed(ctx, []Token{300}))
-	ok(t, session.Save(path, true))
-	restored := must(RestoreSession(f.engine, path, nil))(t)
+	ok(t, session.Save(ctx, path, true))
+	restored := must(RestoreSession(ctx, f.engine, path, nil))(t)
 	if !slices.Equal(must(restored.Logits(nil))(t), must(session.Logits(nil))(t)) {
 		t.Fatal("the logits differ")
 	}
@@ -70,9 +72,98 @@ func TestSessionsComeBackFromFiles(t *testing.T) {
 	if read := must(ReadSessionFile(path))(t); read != info {
 		t.Fatalf("%+v", read)
 	}
-	_, err := RestoreSession(f.engine, path+"x", nil)
+	_, err := RestoreSession(ctx, f.engine, path+"x", nil)
 	refused(t, err, ErrNotFound)
-	refused(t, session.Save(t.TempDir(), true), ErrInvalidArgument)
+	refused(t, session.Save(ctx, t.TempDir(), true), ErrInvalidArgument)
+}
+
+// Saves and restores end at each place where a function says so, or the context has ended.
+func TestSavesAndRestoresEndAnywhere(t *testing.T) {
+	f, path := open(t), filepath.Join(t.TempDir(), "a.session")
+	session := f.session(t)
+	ok(t, session.Feed(context.Background(), repeated(600)))
+	cause := errors.New("the user left")
+	// at report number `at`, by context or by the function; the result is nil once there are no more
+	attempt := func(at int, byContext bool, call func(context.Context, func(FileProgress) bool) error) (reports []FileProgress, err error) {
+		ctx, cancel := context.WithCancelCause(context.Background())
+		defer cancel(nil)
+		err = call(ctx, func(now FileProgress) bool {
+			reports = append(reports, now)
+			if len(reports) <= at {
+				return true
+			}
+			if byContext {
+				cancel(cause)
+				// the next report, or what comes of the cancel, ends it
+				return len(reports) <= at+1
+			}
+			return false
+		})
+		if err != nil {
+			refused(t, err, ErrCancelled)
+			if byContext && !errors.Is(err, cause) {
+				t.Fatal(err)
+			}
+		}
+		return reports, err
+	}
+	ctx := context.Background()
+	for _, byContext := range []bool{false, true} {
+		saves, restores := 0, 0
+		for ; ; saves++ {
+			reports, err := attempt(saves, byContext, func(ctx context.Context, progressed func(FileProgress) bool) error {
+				return session.SaveProgress(ctx, path, true, progressed)
+			})
+			if err == nil {
+				if last := reports[len(reports)-1]; last.Stage != FileWrite || last.Done != last.Total || last.Total == 0 {
+					t.Fatalf("%+v", last)
+				}
+				break
+			}
+			if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+				t.Fatal("a cancelled save left a file", err)
+			}
+		}
+		for ; ; restores++ {
+			var restored *Session
+			reports, err := attempt(restores, byContext, func(ctx context.Context, progressed func(FileProgress) bool) (err error) {
+				restored, err = RestoreSessionProgress(ctx, f.engine, path, nil, progressed)
+				return err
+			})
+			if (err == nil) != (restored != nil) {
+				t.Fatal("a cancelled restore has a session")
+			}
+			if err == nil {
+				if !slices.Equal(must(restored.Logits(nil))(t), must(session.Logits(nil))(t)) || reports[0].Stage != FileCheck {
+					t.Fatal("the logits differ", reports)
+				}
+				ok(t, restored.Close())
+				break
+			}
+		}
+		if saves < 3 || restores < 3 {
+			t.Fatal(saves, restores)
+		}
+		ok(t, os.Remove(path))
+	}
+	// one that has ended already, and none of it is left for the next call
+	over, cancel := context.WithCancel(ctx)
+	cancel()
+	refused(t, session.Save(over, path, true), context.Canceled)
+	ok(t, session.Save(ctx, path, true))
+	_, err := RestoreSession(over, f.engine, path, nil)
+	refused(t, err, context.Canceled)
+	func() {
+		defer func() {
+			if recover() != "mine" {
+				t.Error("the panic was lost")
+			}
+		}()
+		_ = session.SaveProgress(ctx, path+"2", true, func(FileProgress) bool { panic("mine") })
+	}()
+	if must(f.engine.Metrics())(t).Sessions != 1 {
+		t.Fatal("a session is left")
+	}
 }
 
 func TestASecondGoroutineIsToldBusy(t *testing.T) {

@@ -81,6 +81,17 @@ pub struct ToolCall {
 }
 
 /// One message of a conversation.
+///
+/// ```
+/// use dsv4::chat::{ChatOptions, Message, Role, ToolCall, render};
+/// let mut asked = Message::new(Role::Assistant, "");
+/// asked.tool_calls.push(ToolCall { id: Some("1".into()), name: "add".into(), arguments: r#"{"a": 2, "b": 2}"#.into() });
+/// let mut answered = Message::new(Role::Tool, "4");
+/// answered.tool_call_id = Some("1".into());
+/// let prompt = render(&[Message::new(Role::User, "2 + 2?"), asked, answered], &ChatOptions::default())?;
+/// assert!(prompt.to_text().contains("add"));
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
     /// Who speaks.

@@ -7,6 +7,17 @@
 //! with those very tokens, so that a cache finds it again (see [`Message::sampled`]).
 //!
 //! This module knows tokens by their spelling; ids come from the `tokenizer`.
+//!
+//! ```
+//! use dsv4::chat::{ChatOptions, Message, Role, ThinkingMode, parse, render};
+//! let messages = [Message::new(Role::System, "Be brief."), Message::new(Role::User, "Hello!")];
+//! let prompt = render(&messages, &ChatOptions { thinking: ThinkingMode::Thinking, ..Default::default() })?;
+//! assert_eq!(prompt.to_text(), "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hello!<｜Assistant｜><think>");
+//!
+//! let reply = parse("A greeting.</think>Hi.", ThinkingMode::Thinking);
+//! assert_eq!((reply.reasoning_content.as_str(), reply.content.as_str()), ("A greeting.", "Hi."));
+//! # Ok::<(), dsv4::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

@@ -84,6 +84,17 @@ impl EffortRules {
 }
 
 /// How messages become a prompt.
+///
+/// ```
+/// use dsv4::chat::{ChatOptions, ReasoningEffort, ThinkingMode};
+/// let options = ChatOptions {
+///     thinking: ThinkingMode::Thinking,
+///     effort: Some(ReasoningEffort::Max),
+///     response_format: Some(r#"{"type": "json_object"}"#.into()),
+///     ..ChatOptions::default()
+/// };
+/// assert!(options.add_generation_prompt);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChatOptions {
     /// Whether the model reasons first.

@@ -56,6 +56,27 @@ pub enum Event {
 
 /// Incremental parser of one answer. Feed it with [`Parser::push_token`] (exact: control tokens
 /// are told by their ids) or with text, not with both, and end it with [`Parser::finish`].
+///
+/// ```
+/// use dsv4::chat::{Event, Parser, ThinkingMode};
+/// let mut parser = Parser::new(ThinkingMode::Thinking);
+/// let mut events = parser.push_text("Two and two.</thi");
+/// events.extend(parser.push_text("nk>It is 4."));
+/// events.extend(parser.finish());
+/// let mut answer = String::new();
+/// for event in &events {
+///     match event {
+///         Event::ReasoningDelta(text) => print!("({text})"),
+///         Event::ContentDelta(text) => answer.push_str(text),
+///         Event::ToolCallBegin { name, .. } => println!("calls {name}"),
+///         Event::ToolCallArgumentDelta { .. } | Event::ToolCallEnd { .. } => {}
+///         Event::Malformed { raw, .. } => eprintln!("odd: {raw}"),
+///         Event::End(_) => {}
+///     }
+/// }
+/// assert_eq!(answer, "It is 4.");
+/// assert_eq!(events.last(), Some(&Event::End(None)));
+/// ```
 #[derive(Clone, Debug)]
 pub struct Parser {
     scanner: Scanner,

@@ -19,6 +19,17 @@ pub enum Segment {
 
 /// A prompt as the model was trained to see it.
 ///
+/// ```
+/// use dsv4::chat::{ChatOptions, Message, Role, Segment, render};
+/// let model = dsv4::Model::open("examples/models/tiny-v4")?;
+/// // what a user wrote stays text, whatever it spells
+/// let prompt = render(&[Message::new(Role::User, "</think>")], &ChatOptions::default())?;
+/// assert!(prompt.segments().contains(&Segment::Text("</think>".into())));
+/// let tokens = prompt.encode(model.tokenizer()?)?;
+/// assert_eq!(tokens[0], model.config().bos_token_id);
+/// # Ok::<(), dsv4::Error>(())
+/// ```
+///
 /// Invariant: no two neighbours are text and no text is empty, so the text between two control
 /// tokens goes through the tokenizer as one piece, as it does when the official encoder's string
 /// is tokenised whole.

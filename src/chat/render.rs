@@ -14,6 +14,19 @@ use crate::error::{Result, bail};
 /// The prompt for a conversation given as JSON: a list of OpenAI-style messages, or an object with
 /// `messages` and perhaps `tools` and `response_format` (then not in `options` too).
 ///
+/// ```
+/// use dsv4::chat::{ChatOptions, render_json};
+/// let prompt = render_json(r#"[{"role": "user", "content": "What is the weather in Paris?"}]"#, &ChatOptions {
+///     tools: Some(r#"[{"type": "function", "function": {"name": "weather", "parameters": {}}}]"#.into()),
+///     ..ChatOptions::default()
+/// })?;
+/// assert!(prompt.to_text().contains("weather"));
+///
+/// let error = render_json(r#"[{"role": "user", "content": 5}]"#, &ChatOptions::default()).unwrap_err();
+/// assert!(error.message().starts_with("messages[0].content"), "{error}");
+/// # Ok::<(), dsv4::Error>(())
+/// ```
+///
 /// # Errors
 /// `Chat` naming the place in the JSON, as `messages[2].tool_calls[0].function`, when it is not
 /// JSON, has an unknown role, an unsupported field or part, or a value of the wrong type;
@@ -31,6 +44,13 @@ pub fn render_json(json: &str, options: &ChatOptions) -> Result<Prompt> {
 }
 
 /// The prompt for `messages`.
+///
+/// ```
+/// use dsv4::chat::{ChatOptions, Message, Role, render};
+/// let prompt = render(&[Message::new(Role::User, "Hello!")], &ChatOptions::default())?;
+/// assert_eq!(prompt.to_text(), "<｜begin▁of▁sentence｜><｜User｜>Hello!<｜Assistant｜></think>");
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 ///
 /// # Errors
 /// `Chat` naming the message when the conversation cannot be written in this format;

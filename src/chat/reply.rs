@@ -7,6 +7,15 @@ use super::parser::{Event, Parser};
 use super::sampled::Sampled;
 
 /// An answer of the model. Feed it events as they come, or let [`parse`] do it.
+///
+/// ```
+/// use dsv4::chat::{Reply, ThinkingMode, parse};
+/// let reply: Reply = parse("Because.</think>It is so.", ThinkingMode::Thinking);
+/// assert!(reply.tool_calls.is_empty() && reply.malformed.is_empty());
+/// // into the next prompt, or to a client that speaks OpenAI's JSON
+/// assert_eq!(reply.to_message().content, "It is so.");
+/// assert_eq!(reply.to_json(), r#"{"role": "assistant", "content": "It is so.", "reasoning_content": "Because."}"#);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reply {
     /// What the model thought.
@@ -97,6 +106,11 @@ impl Reply {
 }
 
 /// Parses a whole answer given as text (what follows the generation prompt).
+///
+/// ```
+/// use dsv4::chat::{ThinkingMode, parse};
+/// assert_eq!(parse("Yes.", ThinkingMode::Chat).content, "Yes.");
+/// ```
 pub fn parse(text: &str, thinking: ThinkingMode) -> Reply {
     let mut parser = Parser::new(thinking);
     let mut reply = Reply::default();

@@ -24,6 +24,21 @@ use crate::error::Result;
 use crate::tokenizer::Tokenizer;
 
 /// The tokens of one answer as the model gave them. [`Parser`] records them; see [`Message::sampled`].
+///
+/// ```
+/// use dsv4::Markup;
+/// use dsv4::chat::{Event, Parser, ThinkingMode};
+/// let model = dsv4::Model::open("examples/models/tiny-v4")?;
+/// let tokenizer = model.tokenizer()?;
+/// let tokens = tokenizer.encode("It is so.", Markup::Text)?;
+/// let mut parser = Parser::new(ThinkingMode::Chat);
+/// for &token in &tokens {
+///     parser.push_token(tokenizer, token)?;
+/// }
+/// let Some(Event::End(Some(sampled))) = parser.finish().pop() else { panic!("an answer ends") };
+/// assert_eq!(sampled.tokens, tokens);
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sampled {
     /// What its prompt ended with: `<think>` or `</think>`.

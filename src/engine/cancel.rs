@@ -9,6 +9,20 @@ use crate::error::{Result, bail};
 
 /// Cancels the running call of one session, or its next call if none is running. Cheap to clone and to send.
 ///
+/// ```
+/// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// # let mut session = Session::new(&engine, SessionOptions::default())?;
+/// use std::thread;
+/// # use dsv4::ErrorKind;
+/// let cancel = session.cancel_token();
+/// // from any thread, at any time; here before the call that it ends
+/// thread::spawn(move || cancel.cancel()).join().expect("no panic");
+/// assert_eq!(session.feed(&[300; 40]).unwrap_err().kind(), ErrorKind::Cancelled);
+/// session.feed(&[300; 40])?; // used up
+/// # Ok::<(), dsv4::Error>(())
+/// ```
+///
 /// A call alone in its step looks between layers, so it returns within the time of one layer of one chunk; the chunk in
 /// flight is dropped, earlier ones stay in the session. A chunk that shares a step with other sessions' is completed and
 /// stays too. A save looks between parts of a few megabytes and leaves the old file. A cancel is used up by the call that it

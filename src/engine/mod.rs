@@ -43,9 +43,23 @@ pub(crate) use step::{Caller, Done, Last, Request, Stayed, Terms, Work};
 
 /// One model ready to run. Shared between sessions and threads.
 ///
-/// ```no_run
-/// use dsv4::{Engine, EngineOptions, Model};
-/// let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// ```
+/// use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// let model = Model::open("examples/models/tiny-v4")?;
+/// let engine = Engine::new(&model, EngineOptions { threads: 2, ..EngineOptions::default() })?;
+/// println!("on {} with {} threads", engine.device_name(), engine.threads());
+///
+/// // the sessions of two threads go through the model together
+/// std::thread::scope(|scope| {
+///     for start in [300, 400] {
+///         let engine = &engine;
+///         scope.spawn(move || {
+///             let mut session = Session::new(engine, SessionOptions::default())?;
+///             session.feed(&[0, start, start + 1])
+///         });
+///     }
+/// });
+/// assert_eq!(engine.metrics().prefill_tokens + engine.metrics().decode_tokens, 6);
 /// # Ok::<(), dsv4::Error>(())
 /// ```
 pub struct Engine {
@@ -84,6 +98,17 @@ impl Engine {
 
     /// As [`Self::new`], telling `progress` how many bytes of how many are on their way to a GPU; its error ends the call.
     /// On the CPU, where weights are used in place, it is not called.
+    ///
+    /// ```no_run
+    /// use dsv4::{DeviceChoice, Engine, EngineOptions, Model};
+    /// let model = Model::open("DeepSeek-V4-Flash")?;
+    /// let options = EngineOptions { device: DeviceChoice::Cuda(0), ..EngineOptions::default() };
+    /// let engine = Engine::with_progress(&model, options, &mut |done, total| {
+    ///     eprint!("\r{done} of {total} bytes");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Self::new`], and those of `progress`.
@@ -226,6 +251,21 @@ impl Engine {
     }
 
     /// Figures of the cache.
+    ///
+    /// ```
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// // two sessions with the same beginning: the second one computes only what follows it
+    /// let prompt: Vec<u32> = (0..600).map(|i| 300 + i % 64).collect();
+    /// for _ in 0..2 {
+    ///     Session::new(&engine, SessionOptions::default())?.feed(&prompt)?;
+    /// }
+    /// let stats = engine.cache_stats();
+    /// assert_eq!(stats.lookup_tokens, 1200);
+    /// assert!(stats.hit_tokens >= 512);
+    /// println!("{} of {} bytes are in use", stats.pool.used_bytes, stats.limit_bytes);
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
     pub fn cache_stats(&self) -> CacheStats {
         self.cache.stats()
     }

@@ -58,6 +58,13 @@ pub enum WhenFull {
 }
 
 /// What new sessions must do with while the engine is under load.
+///
+/// ```
+/// use dsv4::{DegradedMode, EngineOptions};
+/// // from three quarters of the cache on, new sessions have 8,192 tokens at most and read prompts in small steps
+/// let degraded = Some(DegradedMode { load_percent: 75, context: 8192, chunk: 64 });
+/// let options = EngineOptions { degraded, ..EngineOptions::default() };
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DegradedMode {
     /// Percent of the cache held by sessions from which on new ones are smaller, 1 to 100.
@@ -69,6 +76,20 @@ pub struct DegradedMode {
 }
 
 /// How an engine runs its model.
+///
+/// ```
+/// use dsv4::{DeviceChoice, EngineOptions, Numerics, WhenFull};
+/// let options = EngineOptions {
+///     device: "cpu".parse()?, // or DeviceChoice::Cuda(0)
+///     numerics: Numerics::Kvquant,
+///     cache_bytes: 1 << 30,
+///     when_full: WhenFull::Wait,
+///     ..EngineOptions::default()
+/// };
+/// assert_eq!(options.device, DeviceChoice::Cpu);
+/// assert_eq!(options.cache_limit(), 1 << 30);
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
     /// Roundings and quantisations.

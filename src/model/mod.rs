@@ -29,9 +29,17 @@ pub use reads::DecodeReads;
 /// Opening reads the config and the headers of all shards and validates every tensor against the architecture; it
 /// touches no page of the weights and copies none. The tokenizer is read at its first use.
 ///
-/// ```no_run
-/// let model = dsv4::Model::open("examples/models/tiny-v4")?;
-/// println!("{} layers", model.config().num_hidden_layers);
+/// ```
+/// use dsv4::Model;
+/// let model = Model::open("examples/models/tiny-v4")?;
+/// let config = model.config();
+/// println!("{} layers, {} tokens of context", config.num_hidden_layers, config.max_position_embeddings);
+/// println!("{} bytes of weights in {} tensors", model.checkpoint().total_bytes(), model.checkpoint().len());
+///
+/// // whatever is wrong with a folder is an error that names it
+/// let error = Model::open("no/such/folder").err().expect("there is none");
+/// assert_eq!(error.kind(), dsv4::ErrorKind::NotFound);
+/// assert!(error.message().contains("no/such/folder"));
 /// # Ok::<(), dsv4::Error>(())
 /// ```
 pub struct Model {

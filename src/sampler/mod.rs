@@ -34,6 +34,23 @@ use scan::checked_max;
 use weights::Weights;
 
 /// Chooses tokens of one sequence. Cloning it forks the sequence: both copies go on alike.
+///
+/// ```
+/// use dsv4::{Sampler, SamplerOptions};
+/// let logits = [0.5, 2.0, 1.5, f32::NEG_INFINITY]; // one per token id
+/// let mut greedy = Sampler::new(SamplerOptions::greedy())?;
+/// assert_eq!(greedy.sample(&logits)?, 1);
+///
+/// let mut sampler = Sampler::new(SamplerOptions { temperature: 0.8, top_k: 2, seed: 7, ..Default::default() })?;
+/// let mut again = sampler.clone();
+/// let token = sampler.sample(&logits)?;
+/// assert!([1, 2].contains(&token));
+/// assert_eq!(again.sample(&logits)?, token); // a seed gives the same tokens everywhere
+/// sampler.accept(token)?; // for the penalties
+/// let shares = sampler.distribution(&logits)?; // what it would draw from
+/// assert_eq!(shares.iter().map(|&(id, _)| id).collect::<Vec<_>>(), [1, 2]);
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Sampler {
     options: SamplerOptions,
@@ -164,6 +181,12 @@ impl Sampler {
 
 /// Natural logarithm of the probability that `logits` (`[vocab]`) give to `id`, with no penalty,
 /// bias or temperature; in float64.
+///
+/// ```
+/// let p = dsv4::sampler::logprobs(&[0.0, 0.0], 1)?.exp();
+/// assert!((p - 0.5).abs() < 1e-12);
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 ///
 /// # Errors
 /// `Numeric` as [`Sampler::sample`]; `InvalidArgument` when `id` lies outside the logits.

@@ -6,6 +6,24 @@ use crate::error::{Result, bail};
 
 /// Options of a [`Sampler`](super::Sampler). The default draws from the model's own distribution:
 /// temperature 1, nothing cut off, no penalty, as the V4 model card recommends.
+///
+/// ```
+/// use dsv4::SamplerOptions;
+/// let options = SamplerOptions {
+///     temperature: 0.7,
+///     top_p: 0.95,
+///     repetition_penalty: 1.1,
+///     logit_bias: vec![(42, f32::NEG_INFINITY)], // never token 42
+///     seed: 2026,
+///     ..SamplerOptions::default()
+/// };
+/// options.validate()?;
+///
+/// let cold = SamplerOptions { temperature: 0.0, ..SamplerOptions::default() };
+/// let error = cold.validate().unwrap_err();
+/// assert_eq!(error.message(), "temperature is 0: ask for greedy decoding with greedy = true");
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplerOptions {
     /// Takes the largest logit (lowest id among equals) instead of drawing. Penalties and bias

@@ -30,6 +30,19 @@ impl Perplexity {
 /// Clears `session` and predicts each of `ids` but the first from those before it, as one sequence without windowing.
 /// `progress` gets the number of predictions so far; `false` ends the call.
 ///
+/// ```
+/// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// # let mut session = Session::new(&engine, SessionOptions::default())?;
+/// use dsv4::Markup;
+/// use dsv4::session::eval::perplexity;
+/// let ids = engine.model().tokenizer()?.encode("It was a long day, and the sea was calm.", Markup::Text)?;
+/// let result = perplexity(&mut session, &ids, &mut |_| true)?;
+/// assert_eq!(result.predictions, ids.len() - 1);
+/// println!("{} nats a token", result.loss);
+/// # Ok::<(), dsv4::Error>(())
+/// ```
+///
 /// # Errors
 /// `InvalidArgument` for fewer than two ids, `Cancelled` by `progress`, and those of [`Session::feed`].
 pub fn perplexity(

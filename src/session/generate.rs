@@ -54,18 +54,28 @@ pub struct Piece {
 /// A token is sampled, handed out, and fed to the session when the next one is asked for. So the session holds all
 /// tokens but the last one that was handed out, whose logits nobody has needed yet. To go on from the text, feed it:
 ///
-/// ```no_run
-/// # use dsv4::{GenerateOptions, Sampler, Session};
-/// # fn f(session: &mut Session, sampler: &mut Sampler) -> dsv4::Result<()> {
+/// ```
+/// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// # let mut session = Session::new(&engine, SessionOptions::default())?;
+/// use dsv4::{Finish, GenerateOptions, Sampler, SamplerOptions};
+/// session.feed(&[0, 300, 301])?;
+/// let mut sampler = Sampler::new(SamplerOptions::greedy())?;
 /// let mut last = None;
-/// for piece in session.generate(sampler, GenerateOptions { max_tokens: Some(100), ..Default::default() })? {
-///     last = Some(piece?.token);
+/// let options = GenerateOptions { max_tokens: Some(8), stop_strings: vec!["\n\n".into()], ..Default::default() };
+/// let mut generation = session.generate(&mut sampler, options)?;
+/// for piece in &mut generation {
+///     let piece = piece?;
+///     print!("{}", piece.text);
+///     last = Some(piece.token);
+/// }
+/// if generation.finish() == Some(Finish::MaxTokens) {
+///     println!(" ... after {} tokens", generation.tokens());
 /// }
 /// if let Some(token) = last {
 ///     session.feed(&[token])?;
 /// }
-/// # Ok(())
-/// # }
+/// # Ok::<(), dsv4::Error>(())
 /// ```
 pub struct Generation<'a> {
     session: &'a mut Session,

@@ -34,6 +34,21 @@ pub use pending::{Event, Pending};
 pub use stop::{Step, StopConditions, StopMatcher, StopReason};
 
 /// Options of a session.
+///
+/// ```
+/// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// // room for 4,096 tokens, and the last four can be taken back without computing
+/// let options = SessionOptions { context: 4096, rollback: 4 };
+/// let mut session = Session::new(&engine, options)?;
+/// session.feed(&[300; 40])?;
+/// for token in [301, 302, 303] {
+///     session.feed(&[token])?;
+/// }
+/// session.truncate(41)?;
+/// assert_eq!(session.remaining(), 4096 - 41);
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SessionOptions {
     /// Most tokens the session can hold, prompt and output together; 0 takes the model's
@@ -67,6 +82,24 @@ impl SessionOptions {
 
 /// How a session's calls are treated among those of others. Calls that wait at the same time go through the model together;
 /// each of their threads may be the one that does the work.
+///
+/// ```
+/// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// # let mut session = Session::new(&engine, SessionOptions::default())?;
+/// use std::time::Duration;
+/// use dsv4::{CallOptions, ErrorKind, WhenFull};
+/// session.set_call_options(CallOptions {
+///     priority: 1,
+///     time_limit: Some(Duration::ZERO), // for the example
+///     when_full: Some(WhenFull::Refuse),
+///     ..CallOptions::default()
+/// });
+/// assert_eq!(session.feed(&[300; 40]).unwrap_err().kind(), ErrorKind::Cancelled);
+/// session.set_call_options(CallOptions::default());
+/// session.feed(&[300; 40])?;
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallOptions {
     /// Higher goes first where not all fit into a step; nobody waits for ever.
@@ -96,12 +129,14 @@ pub struct Progress {
 
 /// One token timeline.
 ///
-/// ```no_run
+/// ```
 /// use dsv4::{Engine, EngineOptions, Markup, Model, Session, SessionOptions};
 /// let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
 /// let mut session = Session::new(&engine, SessionOptions::default())?;
 /// session.feed(&engine.model().tokenizer()?.encode("Once upon a time", Markup::Text)?)?;
-/// let logits = session.logits().expect("something was fed");
+/// let logits = session.logits().expect("something was fed"); // [vocab_size], before softmax
+/// assert_eq!(logits.len(), engine.model().config().vocab_size);
+/// println!("{} tokens, {} still fit", session.position(), session.remaining());
 /// # Ok::<(), dsv4::Error>(())
 /// ```
 pub struct Session {
@@ -184,6 +219,27 @@ impl Session {
     }
 
     /// As [`Session::feed`], calling `progress` after each chunk, on this thread; `Break` cancels.
+    ///
+    /// ```
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// use std::ops::ControlFlow;
+    /// # use dsv4::ErrorKind;
+    /// let prompt = [300; 1000];
+    /// let result = session.feed_with(&prompt, &mut |now| {
+    ///     println!("{} of {} tokens", now.done, now.total);
+    ///     ControlFlow::Break(()) // the user has left
+    /// });
+    /// assert_eq!(result.unwrap_err().kind(), ErrorKind::Cancelled);
+    /// // the chunks that were complete stay: feed the rest to go on
+    /// let done = session.position();
+    /// session.feed(&prompt[done..])?;
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Session::feed`].
     pub fn feed_with(
         &mut self,
         tokens: &[TokenId],
@@ -202,7 +258,28 @@ impl Session {
         self.engine.chooses() && !self.asked.swap(false, Ordering::Relaxed)
     }
 
-    /// As [`Session::feed`], handing out the logits of every token: `sink(position, logits)`.
+    /// As [`Session::feed`], handing out the logits `[vocab]` behind every token: `sink(position, logits)`. Nothing is taken
+    /// from the cache then.
+    ///
+    /// ```
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// use dsv4::sampler::logprobs;
+    /// let tokens = [0, 300, 301, 302];
+    /// let mut sum = 0.0;
+    /// session.feed_all(&tokens, &mut |position, logits| {
+    ///     if let Some(&next) = tokens.get(position + 1) {
+    ///         sum += logprobs(logits, next)?;
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// println!("the model gives this text a probability of exp({sum})");
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Session::feed`], and those of `sink`, after which the tokens of the chunk stay.
     pub fn feed_all(&mut self, tokens: &[TokenId], sink: &mut dyn FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
         now(self.run(tokens, LogitRows::All, Last::Come, |_| ControlFlow::Continue(()), sink))
     }
@@ -438,6 +515,20 @@ impl Session {
     /// A session with the same tokens and logits. Their pages are shared; whoever writes to a partial block first
     /// copies it.
     ///
+    /// ```
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// session.feed(&[300; 500])?;
+    /// // two ways to go on, at the cost of one prompt
+    /// let mut other = session.fork()?;
+    /// session.feed(&[301])?;
+    /// other.feed(&[302])?;
+    /// assert_eq!(session.position(), other.position());
+    /// assert_ne!(session.logits(), other.logits());
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// `OutOfMemory`; where its pages had been taken for others, those of [`Session::feed`].
     pub fn fork(&self) -> Result<Self> {
@@ -469,6 +560,18 @@ impl Session {
     /// again from the session's own tokens. Afterwards the logits are those behind token `position - 1`; at 0 there are
     /// none.
     ///
+    /// ```
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// session.feed(&[300; 40])?;
+    /// let logits = session.logits().expect("something was fed").to_vec();
+    /// session.feed(&[301, 302])?;
+    /// session.truncate(40)?;
+    /// assert_eq!(session.logits(), Some(&logits[..]));
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// `InvalidArgument` if the session is shorter; those of [`Session::feed`], after which the session holds a prefix
     /// of the tokens wanted.
@@ -493,6 +596,18 @@ impl Session {
 
     /// Goes back to what the session has in common with `tokens`, and returns how many tokens that is; feed the rest of
     /// `tokens` next. For conversations whose history is rendered anew each turn and may come out differently.
+    ///
+    /// ```
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// session.feed(&[300, 301, 302, 303])?;
+    /// let prompt = [300, 301, 305, 306];
+    /// let kept = session.keep_common(&prompt)?;
+    /// assert_eq!(kept, 2);
+    /// session.feed(&prompt[kept..])?;
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
     ///
     /// # Errors
     /// Those of [`Session::truncate`].

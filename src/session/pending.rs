@@ -34,23 +34,33 @@ pub enum Event {
 ///
 /// One thread's loop, with any number of calls:
 ///
-/// ```no_run
-/// # use dsv4::{Engine, Event, Pending};
-/// # fn f(engine: &Engine, calls: &mut Vec<Pending>, wait_for: impl Fn(i32)) -> dsv4::Result<()> {
+/// ```
+/// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// use dsv4::{Event, GenerateOptions, Sampler, SamplerOptions};
+/// let mut calls = Vec::new();
+/// for token in [300, 400] {
+///     let mut session = Session::new(&engine, SessionOptions::default())?;
+///     session.feed(&[0, token])?;
+///     let options = GenerateOptions { max_tokens: Some(8), ..Default::default() };
+///     calls.push(session.submit_generation(Sampler::new(SamplerOptions::default())?, options));
+/// }
 /// while !calls.is_empty() {
-///     wait_for(engine.wake_fd()?); // among whatever else the program waits for
+///     // where nothing is to be done, sleep on `engine.wake_fd()` among whatever else the program waits for
 ///     engine.run_waiting_step();
 ///     calls.retain_mut(|call| loop {
 ///         match call.poll() {
 ///             Some(Event::Piece(piece)) => print!("{}", piece.text),
 ///             Some(Event::Progress(_)) => {}
-///             Some(Event::End(_)) => break false,
+///             Some(Event::End(finish)) => {
+///                 println!(" [{finish:?}]");
+///                 break false;
+///             }
 ///             None => break true,
 ///         }
 ///     });
 /// }
-/// # Ok(())
-/// # }
+/// # Ok::<(), dsv4::Error>(())
 /// ```
 pub struct Pending {
     engine: Arc<Engine>,
@@ -80,6 +90,23 @@ impl Session {
     /// Submits a [`Session::feed`] of `tokens` and returns at once: nothing is computed or checked yet. The work is done by
     /// calls of [`Engine::run_waiting_step`] and by threads that wait in calls of other sessions, in the same steps as
     /// theirs and with the same results as a call that waits. The session's call options hold, but for `waits_only`.
+    ///
+    /// ```
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let session = Session::new(&engine, SessionOptions::default())?;
+    /// use dsv4::Event;
+    /// let mut call = session.submit(vec![300; 40]);
+    /// // `wait` works or waits until there is news; `poll` only asks
+    /// while let Some(event) = call.wait(None) {
+    ///     if let Event::End(result) = event {
+    ///         result?;
+    ///     }
+    /// }
+    /// let (session, _) = call.into_parts()?;
+    /// assert_eq!(session.position(), 40);
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
     pub fn submit(self, tokens: Vec<TokenId>) -> Pending {
         Pending::begin(self, None, Errand::Feed(tokens))
     }

@@ -46,7 +46,26 @@ pub struct Step {
     pub stop: Option<StopReason>,
 }
 
-/// Follows one generated token stream.
+/// Follows one generated token stream, for callers with a loop of their own; [`Session::generate`](crate::Session::generate)
+/// has one.
+///
+/// ```
+/// use dsv4::session::{StopConditions, StopMatcher, StopReason};
+/// use dsv4::Markup;
+/// let model = dsv4::Model::open("examples/models/tiny-v4")?;
+/// let conditions = StopConditions { eos: true, strings: vec!["END".into()], ..Default::default() };
+/// let mut matcher = StopMatcher::new(conditions, model.config().eos_token_id, model.tokenizer()?.clone())?;
+/// let mut text = String::new();
+/// for token in model.tokenizer()?.encode("a tale. END of it", Markup::Text)? {
+///     let step = matcher.push(token)?;
+///     text.push_str(&step.text);
+///     if step.stop == Some(StopReason::String(0)) {
+///         break;
+///     }
+/// }
+/// assert_eq!(text, "a tale. ");
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     conditions: StopConditions,

@@ -10,6 +10,21 @@ use crate::TokenId;
 use crate::error::Result;
 
 /// Incremental decoder of one token stream.
+///
+/// ```
+/// use dsv4::Markup;
+/// use dsv4::tokenizer::Detokenizer;
+/// let model = dsv4::Model::open("examples/models/tiny-v4")?;
+/// let tokenizer = model.tokenizer()?;
+/// let mut stream = Detokenizer::new(tokenizer.clone());
+/// let mut text = String::new();
+/// for token in tokenizer.encode("a fine day 😀", Markup::Text)? {
+///     text.push_str(&stream.push(token)?); // complete characters only
+/// }
+/// text.push_str(&stream.finish());
+/// assert_eq!(text, "a fine day 😀");
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
@@ -45,6 +60,13 @@ impl Detokenizer {
 }
 
 /// Bytes to text, incrementally; invalid sequences become U+FFFD as in `String::from_utf8_lossy`.
+///
+/// ```
+/// let mut stream = dsv4::tokenizer::Utf8Stream::default();
+/// assert_eq!(stream.push(b"caf\xc3"), "caf");
+/// assert_eq!(stream.push(b"\xa9"), "é");
+/// assert_eq!(stream.finish(), "");
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Utf8Stream {
     /// The start of a code point whose end has not arrived.

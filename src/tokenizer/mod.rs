@@ -51,6 +51,20 @@ pub enum TokenKind {
 }
 
 /// The tokenizer of one checkpoint. Immutable; every method may be called from several threads.
+///
+/// ```
+/// use dsv4::Markup;
+/// let model = dsv4::Model::open("examples/models/tiny-v4")?;
+/// let tokenizer = model.tokenizer()?;
+/// let tokens = tokenizer.encode("Once upon a time", Markup::Text)?;
+/// assert_eq!(tokenizer.decode(&tokens)?, "Once upon a time");
+///
+/// // what a user wrote never becomes a control token
+/// let think = tokenizer.id_of("<think>").expect("V4 has it");
+/// assert_eq!(tokenizer.encode("<think>", Markup::Parse)?, [think]);
+/// assert!(!tokenizer.encode("<think>", Markup::Text)?.contains(&think));
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 pub struct Tokenizer {
     pre_tokenizer: PreTokenizerWrapper,
     model: BPE,

@@ -18,8 +18,8 @@ import (
 const portion = 2048 // tokens between two saves
 
 // openSession gives the session in the file, or a new one if there is none.
-func openSession(engine *dsv4.Engine, path string) (*dsv4.Session, error) {
-	session, err := dsv4.RestoreSession(engine, path, nil)
+func openSession(ctx context.Context, engine *dsv4.Engine, path string) (*dsv4.Session, error) {
+	session, err := dsv4.RestoreSession(ctx, engine, path, nil)
 	if errors.Is(err, dsv4.ErrNotFound) {
 		return dsv4.NewSession(engine, nil)
 	}
@@ -38,10 +38,10 @@ func read(ctx context.Context, session *dsv4.Session, document []dsv4.Token, pat
 		next := min(done+portion, len(document))
 		if err := session.Feed(ctx, document[done:next]); err != nil {
 			// the chunks that were complete are in the session
-			return errors.Join(err, session.Save(path, true))
+			return errors.Join(err, session.Save(context.WithoutCancel(ctx), path, true))
 		}
 		done = next
-		if err := session.Save(path, done == len(document)); err != nil {
+		if err := session.Save(ctx, path, done == len(document)); err != nil {
 			return err
 		}
 		fmt.Fprintf(os.Stderr, "\r%d of %d tokens", done, len(document))
@@ -61,7 +61,7 @@ func run(ctx context.Context, path, file, sessionFile, question string) error {
 		return err
 	}
 	defer engine.Close()
-	session, err := openSession(engine, sessionFile)
+	session, err := openSession(ctx, engine, sessionFile)
 	if err != nil {
 		return err
 	}

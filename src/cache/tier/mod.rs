@@ -50,6 +50,26 @@ pub enum Prefetch {
 }
 
 /// Limits of the tiers. By default there are none: what is evicted is gone.
+///
+/// ```
+/// use dsv4::cache::tier::TierOptions;
+/// use dsv4::{Engine, EngineOptions, Model};
+/// # let folder = std::env::temp_dir().join(format!("dsv4-doc-tier-{}", std::process::id()));
+/// let tiers = TierOptions {
+///     host_bytes: 64 << 20,
+///     directory: Some(folder.clone()),
+///     disk_bytes: 1 << 30,
+///     session_bytes: 64 << 20, // idle sessions may give their pages up for others
+///     ..TierOptions::default()
+/// };
+/// let model = Model::open("examples/models/tiny-v4")?;
+/// let engine = Engine::new(&model, EngineOptions { tiers, ..EngineOptions::default() })?;
+/// // before an orderly end: another process then finds the beginnings of this one
+/// engine.flush_cache();
+/// # drop(engine);
+/// # std::fs::remove_dir_all(folder).expect("it was made");
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TierOptions {
     /// Most bytes of records in host memory, beyond the cache's own limit. With a directory, up to 256 MB more are on their

@@ -163,6 +163,18 @@ impl Counts {
 
 impl Engine {
     /// Figures now. Those of the cache take a look at every reusable block.
+    ///
+    /// ```
+    /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// # session.feed(&[300; 20])?;
+    /// let metrics = engine.metrics();
+    /// println!("{} steps, half of them within {} s", metrics.steps, metrics.step_seconds.p50());
+    /// assert_eq!(metrics.prefill_tokens, 20);
+    /// assert!(metrics.to_prometheus().contains("phase=\"prefill\""));
+    /// # Ok::<(), dsv4::Error>(())
+    /// ```
     pub fn metrics(&self) -> EngineMetrics {
         let cache = self.cache_stats();
         let room = self.room.figures();

@@ -10,7 +10,22 @@ use crate::error::Result;
 use super::kind;
 use super::load::Frame;
 
-/// Looking at session files.
+/// Looking at session files. Needs no model.
+///
+/// ```
+/// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// # let mut session = Session::new(&engine, SessionOptions::default())?;
+/// use dsv4::SessionFile;
+/// session.feed(&[300; 300])?;
+/// # let file = std::env::temp_dir().join(format!("dsv4-doc-info-{}", std::process::id()));
+/// session.save(&file)?;
+/// let info = SessionFile::verify(&file)?; // every checksum; `inspect` reads the tables alone
+/// assert_eq!((info.tokens, info.blocks, info.numerics.as_str()), (300, 1, "reference"));
+/// assert_eq!(info.fingerprint, engine.model().fingerprint());
+/// # std::fs::remove_file(file).expect("it was made");
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 pub struct SessionFile;
 
 /// Facts about a session file.

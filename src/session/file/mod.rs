@@ -58,6 +58,20 @@ mod kind {
 const BLOCK_TOKEN_BYTES: u64 = 4 * BLOCK_TOKENS as u64;
 
 /// How a session is saved.
+///
+/// ```
+/// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
+/// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+/// # let mut session = Session::new(&engine, SessionOptions::default())?;
+/// use dsv4::SaveOptions;
+/// session.feed(&[300; 40])?;
+/// # let file = std::env::temp_dir().join(format!("dsv4-doc-complete-{}", std::process::id()));
+/// let saved = session.save_with(&file, SaveOptions { complete: true })?;
+/// assert_eq!(saved.pending, 0); // nothing to compute when it is restored
+/// println!("wrote {} bytes", saved.written);
+/// # std::fs::remove_file(file).expect("it was made");
+/// # Ok::<(), dsv4::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SaveOptions {
     /// Write everything, so that restoring computes nothing, at the price of writing more where saves are frequent. For
@@ -85,14 +99,16 @@ impl Session {
     /// tokens at most). To keep that, a save soon after another may leave tokens to be computed again by
     /// [`Session::restore`]: see [`Saved::pending`] and [`SaveOptions::complete`].
     ///
-    /// ```no_run
+    /// ```
     /// # use dsv4::{Engine, EngineOptions, Model, Session, SessionOptions};
-    /// let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
-    /// let mut session = Session::new(&engine, SessionOptions::default())?;
-    /// session.feed(&[1, 2, 3])?;
-    /// session.save("talk.session")?;
-    /// let again = Session::restore(&engine, "talk.session", SessionOptions::default())?;
+    /// # let engine = Engine::new(&Model::open("examples/models/tiny-v4")?, EngineOptions::default())?;
+    /// # let mut session = Session::new(&engine, SessionOptions::default())?;
+    /// session.feed(&[300, 301, 302])?;
+    /// # let file = std::env::temp_dir().join(format!("dsv4-doc-save-{}", std::process::id()));
+    /// session.save(&file)?;
+    /// let again = Session::restore(&engine, &file, SessionOptions::default())?;
     /// assert_eq!(again.logits(), session.logits());
+    /// # std::fs::remove_file(file).expect("it was made");
     /// # Ok::<(), dsv4::Error>(())
     /// ```
     ///
