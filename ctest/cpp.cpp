@@ -173,6 +173,13 @@ void sessions_fork_truncate_and_go_on(const Fixture &f)
     const std::string path = "cpp.session";
     session.save(path, true);
     dsv4::Session restored = dsv4::Session::restore(f.engine, path);
+    const auto no = [](dsv4_file_stage, std::uint64_t, std::uint64_t) { return false; };
+    const auto yes = [](dsv4_file_stage, std::uint64_t done, std::uint64_t total) { return done <= total; };
+    refused(Status::cancelled, "the file is as it was", [&] { session.save(path + ".2", true, no); });
+    refused(Status::cancelled, "there is no session", [&] { dsv4::Session::restore(f.engine, path, {}, no); });
+    session.save(path + ".2", true, yes);
+    CHECK(dsv4::Session::restore(f.engine, path + ".2", {}, yes).info().position == session.info().position);
+    CHECK(std::remove((path + ".2").c_str()) == 0);
     CHECK(std::equal(logits.begin(), logits.end(), restored.logits().begin()));
     CHECK(dsv4::Session::file_info(path).tokens == tokens.size());
     CHECK(dsv4::Session::verify_file(path).saves == 1);

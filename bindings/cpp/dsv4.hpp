@@ -337,6 +337,13 @@ template <class F> struct Callback {
     }
 };
 
+// A `dsv4_file_progress_callback` for a `Callback` of an `F &&`.
+template <class F>
+std::int32_t tell_stage(void *callback, dsv4_file_stage stage, std::uint64_t done, std::uint64_t total)
+{
+    return (*static_cast<Callback<std::remove_reference_t<F>> *>(callback))(stage, done, total) ? 0 : 1;
+}
+
 // The end of every range here.
 struct End {};
 
@@ -897,6 +904,23 @@ public:
             [&] { return Session(session); });
     }
 
+    // The same; `progress(stage, done, total)` runs as it goes on, with a `dsv4_file_stage`, and `false` cancels.
+    template <class F>
+    static Outcome<Session> restore(const Engine &engine, const std::string &path, const SessionOptions &options,
+                                    F &&progress)
+    {
+        dsv4_session *session = nullptr;
+        detail::Callback<std::remove_reference_t<F>> callback{progress};
+        return detail::call<Session>(
+            [&](dsv4_error *error) {
+                const auto status = dsv4_session_restore_with_progress(
+                    engine.get(), path.c_str(), &options, detail::tell_stage<F>, &callback, &session, error);
+                callback.pass_on();
+                return status;
+            },
+            [&] { return Session(session); });
+    }
+
     // What a file says about itself; `verify_file` also compares everything in it with its checksums.
     static Outcome<SessionFileInfo> file_info(const std::string &path)
     {
@@ -1033,6 +1057,18 @@ public:
     {
         return detail::call(
             [&](dsv4_error *error) { return dsv4_session_save(get(), path.c_str(), complete ? 1 : 0, error); });
+    }
+
+    // The same with progress, as that of `restore`; the old file stays if it cancels or throws.
+    template <class F> Outcome<void> save(const std::string &path, bool complete, F &&progress)
+    {
+        detail::Callback<std::remove_reference_t<F>> callback{progress};
+        return detail::call([&](dsv4_error *error) {
+            const auto status = dsv4_session_save_with_progress(
+                get(), path.c_str(), complete ? 1 : 0, detail::tell_stage<F>, &callback, error);
+            callback.pass_on();
+            return status;
+        });
     }
 
     // Starts a generation from the session's logits; nothing is computed yet.
