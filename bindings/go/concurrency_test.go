@@ -77,6 +77,7 @@ func TestLateCancelsAreForgotten(t *testing.T) {
 	}
 }
 
+// Pitfall 107: a function that C calls panics, ends its goroutine, or cancels.
 func TestCallbacksMayPanicAndCancel(t *testing.T) {
 	f, ctx := open(t), context.Background()
 	session := f.session(t)
@@ -111,6 +112,7 @@ func TestCallbacksMayPanicAndCancel(t *testing.T) {
 	ok(t, session.Feed(ctx, repeated(3)))
 }
 
+// Pitfalls 102, 107: the log's function has the messages, may panic, and is not called after it was taken back.
 func TestLogFunctionsMayPanicAndAreCalledNoMore(t *testing.T) {
 	f := open(t)
 	var messages atomic.Int64
