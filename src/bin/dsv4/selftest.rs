@@ -82,9 +82,9 @@ pub(crate) fn run(args: &Args) -> Result {
     let held = if inventory.architectures.is_empty() { "sources".into() } else { inventory.architectures.join(" ") };
     let head = format!("dsv4 {} on cuda:{device} ({name}); kernels: {held}", env!("CARGO_PKG_VERSION"));
     if args.json {
-        note(head)
+        note(head);
     } else {
-        output::line(head)?
+        output::line(head)?;
     }
     if args.speed {
         let mut lines = Ok(());
