@@ -4,7 +4,7 @@
 #
 #   bindings/install.sh PREFIX [CMAKE OPTIONS]
 #
-# DESTDIR, CARGO_TARGET_DIR and -DCMAKE_INSTALL_LIBDIR=lib do what they do everywhere.
+# DESTDIR, CARGO_TARGET_DIR and -DCMAKE_INSTALL_LIBDIR=lib64 do what they do everywhere.
 set -eu
 
 if [ $# -eq 0 ] || [ "${1#-}" != "$1" ]; then
@@ -15,6 +15,8 @@ prefix=$1
 shift
 root=$(cd "$(dirname "$0")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}
+# the options are those of this call, also where an earlier one or another checkout has left its own
+rm -f "$target/install/CMakeCache.txt"
 cmake -S "$root/bindings/c" -B "$target/install" -DDSV4_CARGO_TARGET_DIR="$target" "$@"
 cmake --build "$target/install"
 cmake --install "$target/install" --prefix "$prefix"
