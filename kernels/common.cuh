@@ -249,12 +249,37 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
                : "r"(address));
 }
 
+// ---- shared memory by its address ----
+
+__device__ __forceinline__ uint4 load_shared16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 load_shared4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 load_shared1(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
 // ---- asynchronous copies ----
+
+// Asks for the line of an address, which will be read later, by any block.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // 16 bytes to shared memory; zeros if !valid
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+}
+// 4 bytes, both addresses multiples of 4
+__device__ __forceinline__ void copy_word(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>

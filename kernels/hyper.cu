@@ -3,8 +3,9 @@
 // `hyper_project` mixes the sub-layer's output into the streams (unless `y` is null) and projects the new streams on the
 // mixing basis: a block takes up to 32 tokens and 128 columns of every stream, and leaves a partial sum per token. The
 // float32 basis is cut into three bfloat16 parts that add up to it exactly, so the products are exact on the matrix units
-// and only the sums round. `hyper_finish` adds the partial sums in order, makes the mixing coefficients (Sinkhorn in
-// registers), collapses the streams, normalises, and writes the next sub-layer's input with its E4M3 copy. Portable.
+// and only the sums round. `hyper_finish` adds the partial sums, eight chains of them, makes the mixing coefficients, collapses
+// the streams, normalises, and writes the next sub-layer's input with its E4M3 copy, while a warp of its own makes the
+// coefficients that only the next seam needs (Sinkhorn in registers). Portable.
 #include "common.cuh"
 
 constexpr int OUTPUTS = STREAMS * (2 + STREAMS);  // rows of the basis; 4 for the final collapse
@@ -211,62 +212,73 @@ __device__ __forceinline__ void sinkhorn(float (&c)[STREAMS][STREAMS], u32 itera
   }
 }
 
+constexpr int WARPS = 8;  // that collapse; one more makes what only the next seam needs
+
 // grid tokens
-extern "C" __global__ void __launch_bounds__(256) hyper_finish(const __grid_constant__ FinishParams p) {
-  wait_for_inputs();
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1)) hyper_finish(const __grid_constant__ FinishParams p) {
   constexpr int GROUPS = 4;
-  __shared__ float m[32];
-  __shared__ float pre[STREAMS];
-  __shared__ float scratch[8];
-  const u32 token = blockIdx.x, row = p.rows ? p.rows[token] : token, thread = threadIdx.x;
+  __shared__ float sums[WARPS][32];
+  __shared__ float scratch[WARPS];
+  const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const u32 blocks = p.width / COLUMNS;
   const bool is_head = !p.mixes;
+  // lane i has output i, the last one the sum of squares
+  const float base = lane < (is_head ? STREAMS : OUTPUTS) ? p.base[lane] : 0.0f;
+  const float factor = p.scale[is_head || lane < STREAMS ? 0 : lane < 2 * STREAMS ? 1 : 2];
+  for (u32 i = thread * 32; i < p.width; i += blockDim.x * 32) prefetch(p.weight + i);
+
+  wait_for_inputs();
+  const u32 token = blockIdx.x, row = p.rows ? p.rows[token] : token;
   // asked for before the coefficients are made
   const u16* x = p.x + u64(row) * STREAMS * p.width;
   uint4 streams[GROUPS][STREAMS];
+  if (warp < WARPS) {
+    float part = 0.0f;
+    const float* parts = p.parts + u64(row) * blocks * PARTS + min(lane, u32(PARTS - 1));
+#pragma unroll 4
+    for (u32 b = warp; b < blocks; b += WARPS) part += parts[b * PARTS];
 #pragma unroll
-  for (int i = 0; i < GROUPS; i++)
+    for (int i = 0; i < GROUPS; i++)
 #pragma unroll
-    for (int s = 0; s < STREAMS; s++) {
-      const u32 g = thread + i * 256;
-      if (g * 8 < p.width) streams[i][s] = reinterpret_cast<const uint4*>(x + u64(s) * p.width)[g];
-    }
-  if (thread < 32) {
-    float v = 0.0f;
-    const float* parts = p.parts + u64(row) * blocks * PARTS + min(thread, u32(PARTS - 1));
-#pragma unroll 16
-    for (u32 b = 0; b < blocks; b++) v += parts[b * PARTS];
-    const float squares = __shfl_sync(ALL, v, OUTPUTS);
-    m[thread] = v * (1.0f / sqrtf(squares / float(STREAMS * p.width) + p.norm_eps));
-    __syncwarp();
-    Mix mix;
-#pragma unroll
-    for (int j = 0; j < STREAMS; j++) {
-      mix.pre[j] = sigmoid(m[j] * p.scale[0] + p.base[j]) + p.hc_eps;
-      if (is_head) continue;
-      mix.post[j] = 2.0f * sigmoid(m[STREAMS + j] * p.scale[1] + p.base[STREAMS + j]);
-#pragma unroll
-      for (int k = 0; k < STREAMS; k++) {
-        const int i = 2 * STREAMS + j * STREAMS + k;
-        mix.comb[j][k] = m[i] * p.scale[2] + p.base[i];
+      for (int s = 0; s < STREAMS; s++) {
+        const u32 g = thread + i * 32 * WARPS;
+        if (g * 8 < p.width) streams[i][s] = reinterpret_cast<const uint4*>(x + u64(s) * p.width)[g];
       }
-    }
-    if (thread == 0) {
-#pragma unroll
-      for (int j = 0; j < STREAMS; j++) pre[j] = mix.pre[j];
-    }
-    if (!is_head) {
-      sinkhorn(mix.comb, p.iterations, p.hc_eps);
-      if (thread == 0) p.mixes[row] = mix;
-    }
+    sums[warp][lane] = part;
   }
   __syncthreads();
+  float m = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) m += sums[w][lane];
+  m *= 1.0f / sqrtf(__shfl_sync(ALL, m, OUTPUTS) / float(STREAMS * p.width) + p.norm_eps);
+  m = m * factor + base;
+  const float pre_or_post = lane < STREAMS ? sigmoid(m) + p.hc_eps : 2.0f * sigmoid(m);
+  if (warp == WARPS) {
+    if (is_head) return;
+    float comb[STREAMS][STREAMS];
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++)
+#pragma unroll
+      for (int k = 0; k < STREAMS; k++) comb[j][k] = __shfl_sync(ALL, m, 2 * STREAMS + j * STREAMS + k);
+    sinkhorn(comb, p.iterations, p.hc_eps);
+    float* const mix = p.mixes[row].pre;
+    if (lane < 2 * STREAMS) mix[lane] = pre_or_post;
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++)
+#pragma unroll
+      for (int k = 0; k < STREAMS; k++)
+        if (lane == 0) p.mixes[row].comb[j][k] = comb[j][k];
+    return;
+  }
+  float pre[STREAMS];
+#pragma unroll
+  for (int s = 0; s < STREAMS; s++) pre[s] = __shfl_sync(ALL, pre_or_post, s);
 
   float v[GROUPS][8] = {};
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) {
-    const u32 g = thread + i * 256;
+    const u32 g = thread + i * 32 * WARPS;
     if (g * 8 >= p.width) continue;
 #pragma unroll
     for (int s = 0; s < STREAMS; s++) {
@@ -281,10 +293,16 @@ extern "C" __global__ void __launch_bounds__(256) hyper_finish(const __grid_cons
       squares += v[i][j] * v[i][j];
     }
   }
-  const float scale = 1.0f / sqrtf(block_sum<8>(squares, scratch) / float(p.width) + p.norm_eps);
+  squares = warp_sum(squares);
+  if (lane == 0) scratch[warp] = squares;
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");  // without the last warp
+  squares = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) squares += scratch[w];
+  const float scale = 1.0f / sqrtf(squares / float(p.width) + p.norm_eps);
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) {
-    const u32 g = thread + i * 256;
+    const u32 g = thread + i * 32 * WARPS;
     const bool inside = g * 8 < p.width;
     if (inside) {
       const float4* w = reinterpret_cast<const float4*>(p.weight + g * 8);

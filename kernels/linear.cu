@@ -1,22 +1,13 @@
 // Dense products: several matrices in one launch (those that share an input, or the groups of the output projection).
 //
-// few: up to 16 tokens, bound by the weights' bytes; grid = row tiles of all jobs, of 16 to 128 rows.
+// one: one token, bound by the weights' bytes; grid = the blocks that the launcher gives the jobs, by their bytes.
+// few: up to 16 tokens, likewise; grid = row tiles of all jobs, of 16 to 128 rows.
 // many: grid (row tiles of 128 of all jobs, token tiles of 64, slices or 1); with slices in the grid, the sums go to
 // `parts` and `join` adds them in order. Portable; shared memory: few [row tiles, slices, tokens, 16] floats, many
 // tiled_bytes of the widest format.
-#include "product.cuh"
+#include "one.cuh"
 
 constexpr int MAX_JOBS = 16;
-
-struct Job {
-  Matrix weight;
-  const u16* x;  // [tokens, x_stride] bf16
-  void* y;       // [tokens, y_stride] bf16 or float32
-  u32 x_stride;
-  u32 y_stride;
-  u32 y_f32;
-  u32 first_tile;  // number of row tiles of the jobs before
-};
 
 struct LinearParams {
   Job jobs[MAX_JOBS];
@@ -31,12 +22,12 @@ __device__ __forceinline__ const Job& job_of(const LinearParams& p, u32 tile) {
   return p.jobs[i];
 }
 
-__device__ __forceinline__ void store(const Job& job, u32 token, u32 row, float v) {
-  const u64 at = u64(token) * job.y_stride + row;
-  if (job.y_f32)
-    static_cast<float*>(job.y)[at] = v;
-  else
-    static_cast<u16*>(job.y)[at] = bf16_bits(v);
+extern "C" __global__ void __launch_bounds__(32 * FEW_WARPS, 2) linear_one(const __grid_constant__ LinearParams p) {
+  extern __shared__ __align__(128) u8 shared[];
+  u32 i = p.count - 1;
+  while (i > 0 && p.jobs[i].first_tile > blockIdx.x) i--;
+  const u32 first = p.jobs[i].first_tile, end = i + 1 < p.count ? p.jobs[i + 1].first_tile : gridDim.x;
+  stream_job(p.jobs[i], blockIdx.x - first, end - first, shared);
 }
 
 template <int TILES>

@@ -5,7 +5,7 @@
 // order), and block e writes the places of expert e. Products take tiles of one expert's places; their sums have the
 // order of product.cuh, so a row's bits do not depend on what shares the batch. A token's experts are added in order of
 // id. An idle row chooses the expert behind the last, which is nobody's work: its places are behind all others. Portable.
-#include "product.cuh"
+#include "one.cuh"
 
 constexpr int MAX_EXPERTS = 512;
 constexpr int MAX_TOP_K = 16;
@@ -77,6 +77,7 @@ struct GroupParams {
   u32* places;        // [count] place of each assignment
   u32* bounds;        // [experts + 1] first place of each expert, and of nobody's
   u32* active;        // [experts] experts with assignments, ascending
+  u32* active_first;  // [experts + 1] first place of each of them, and of nobody's behind the last
   u32* tile_expert;   // [ceil(count/64) + experts]
   u32* tile_first;    // same: first place of a tile of up to 64
   u32* totals;        // [2] active experts, tiles
@@ -108,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ 
   if (thread == 0) {
     p.bounds[expert] = first;
     if (is_expert && own > 0) p.active[before[1]] = expert;
+    if (!is_expert || own > 0) p.active_first[before[1]] = first;
     if (!is_expert) {
       p.totals[0] = before[1];
       p.totals[1] = before[2];
@@ -147,6 +149,7 @@ struct ExpertParams {
   const u32* order;            // [places] assignment of a place, or null
   const u32* bounds;           // of GroupParams
   const u32* active;
+  const u32* active_first;
   const u32* tile_expert;
   const u32* tile_first;
   const u32* totals;
@@ -156,6 +159,9 @@ struct ExpertParams {
   u32 cols;
   u32 top_k;
   u32 format;
+  u32 experts;
+  Job beside;  // one token: a dense product, which the first `beside.first_tile` blocks have
+  u32 inputs;  // rows of x
 };
 
 __device__ __forceinline__ Matrix expert_matrix(const ExpertParams& p, u32 expert, u32 half) {
@@ -166,40 +172,64 @@ __device__ __forceinline__ u32 input_row(const ExpertParams& p, u32 place) {
   return p.order ? p.order[place] / p.top_k : place;
 }
 
-// grid (row tiles of 16 * 8/lanes, min(experts, places)): decode
-template <class F>
-__device__ __forceinline__ void expert_rows(const ExpertParams& p, float* parts) {
+// Few places an expert. The tiles of all active experts' matrices are dealt out evenly; where each matrix has many blocks, in
+// whole blocks, so that none has parts of two. IS_ONE: for a single token, place by place.
+template <class F, bool IS_ONE>
+__device__ __forceinline__ void expert_few(const ExpertParams& p, u8* shared) {
+  const u32 others = p.beside.first_tile, lane = threadIdx.x % 32, tiles = p.rows / TILE_HEIGHT;
+  if (IS_ONE && blockIdx.x < others) return stream_job(p.beside, blockIdx.x, others, shared);
+  const u32 grid = gridDim.x - others, index = blockIdx.x - others;
+  if (index == 0)  // the addresses of weights, which nobody has read lately
+    for (u32 half = 0; half < p.halves; half++)
+      for (u32 e = threadIdx.x * 16; e < p.experts; e += blockDim.x * 16)
+        prefetch(p.data[half] + e), prefetch(p.scales[half] + e);
   wait_for_inputs();
-  if (blockIdx.y >= p.totals[0]) return;
-  const u32 expert = p.active[blockIdx.y];
-  const u32 begin = p.bounds[expert], end = p.bounds[expert + 1];
-  const u32 slices = (p.cols + SLICE - 1) / SLICE, rows = 8 / slice_lanes(slices) * 16;
-  const u32 column = blockIdx.x * rows, half = column / p.rows, first_row = column % p.rows;
-  const Matrix m = expert_matrix(p, expert, half);
-  for (u32 base = begin; base < end; base += 8) {
-    const u32 place = base + threadIdx.x % 32 / 4, count = min(end - base, 8u);
-    const u16* x[1] = {place < end ? p.x + u64(input_row(p, place)) * p.cols : nullptr};
-    few_tokens<F, 1>(m, first_row, x, parts, [] {});
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < rows * count; i += 256) {
-      const float* from = parts + u64(i % rows / 16) * slices * 128 + i / rows * 16 + i % 16;
-      float sum = 0.0f;
-#pragma unroll 8
-      for (u32 s = 0; s < slices; s++) sum = __fadd_rn(sum, from[s * 128]);
-      p.y[u64(base + i / rows) * (p.halves * p.rows) + column + i % rows] = bf16_bits(sum);
+  // asked for at once, for up to 32 experts
+  const u32 some_expert = lane < p.experts ? p.active[lane] : 0, some_first = lane <= p.experts ? p.active_first[lane] : 0;
+  const u32 matrices = p.totals[0] * p.halves;
+  u32 first, end;
+  if (matrices * 4 <= grid) {
+    const u32 blocks = grid / max(matrices, 1u), own = index / blocks, block = index % blocks;
+    if (own >= matrices) return;
+    first = own * tiles + tiles * block / blocks;
+    end = own * tiles + tiles * (block + 1) / blocks;
+  } else {
+    first = u64(matrices) * tiles * index / grid;
+    end = u64(matrices) * tiles * (index + 1) / grid;
+  }
+  while (first < end) {
+    const u32 matrix = first / tiles, stop = min(end, (matrix + 1) * tiles), own = matrix / p.halves, half = matrix % p.halves;
+    u32 expert = __shfl_sync(ALL, some_expert, own % 32), begin = __shfl_sync(ALL, some_first, own % 32);
+    u32 last = __shfl_sync(ALL, some_first, (own + 1) % 32);
+    if (own >= 32) expert = p.active[own], begin = p.active_first[own];
+    if (own + 1 >= 32) last = p.active_first[own + 1];
+    const Matrix m = expert_matrix(p, expert, half);
+    const u32 width = p.halves * p.rows;
+    for (u32 base = begin; base < last; base += IS_ONE ? 1 : FEW_TOKENS) {
+      u16* const y = p.y + u64(base) * width + half * p.rows;
+      if constexpr (IS_ONE) {
+        const u16* x = p.x + u64(p.inputs == 1 ? 0 : input_row(p, base)) * p.cols;
+        stream_one<F>(m, first % tiles, stop - first, x, shared, [] {}, [&](u32 row, float v) { y[row] = bf16_bits(v); });
+      } else {
+        const u32 place = base + lane / 4;
+        const u16* x = place < last ? p.x + u64(input_row(p, place)) * p.cols : nullptr;
+        stream_rows<F>(m, first % tiles, stop - first, x, min(last - base, u32(FEW_TOKENS)), shared,
+                       [&](u32 token, u32 row, float v) { y[u64(token) * width + row] = bf16_bits(v); });
+      }
     }
-    __syncthreads();
+    first = stop;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3) expert_few_e2m1(const __grid_constant__ ExpertParams p) {
-  extern __shared__ float parts[];
-  expert_rows<E2m1>(p, parts);
-}
-extern "C" __global__ void __launch_bounds__(256, 2) expert_few_e4m3(const __grid_constant__ ExpertParams p) {
-  extern __shared__ float parts[];
-  expert_rows<E4m3>(p, parts);
-}
+#define EXPERT_FEW(name, F, IS_ONE)                                                                                 \
+  extern "C" __global__ void __launch_bounds__(32 * FEW_WARPS, 2) name(const __grid_constant__ ExpertParams p) { \
+    extern __shared__ __align__(128) u8 shared[];                                                                   \
+    expert_few<F, IS_ONE>(p, shared);                                                                               \
+  }
+EXPERT_FEW(expert_one_e2m1, E2m1, true)
+EXPERT_FEW(expert_one_e4m3, E4m3, true)
+EXPERT_FEW(expert_few_e2m1, E2m1, false)
+EXPERT_FEW(expert_few_e4m3, E4m3, false)
 
 template <class F>
 __device__ __forceinline__ void expert_tile(const ExpertParams& p, u8* shared) {
@@ -234,24 +264,28 @@ extern "C" __global__ void __launch_bounds__(256, 2) expert_many_e4m3(const __gr
   if (blockIdx.y < p.totals[1]) expert_tile<E4m3>(p, shared);
 }
 
+// Rows of routed experts, then rows of the shared one.
 struct SwigluParams {
-  const u16* gate_up;    // [rows, 2 * width] bf16
-  const float* weights;  // [assignments], or null for 1
-  const u32* order;      // [rows] assignment of a row; used with `weights`
-  u16* out;              // [rows, width] bf16
-  u32 width;             // a multiple of 128
-  float limit;           // 0: none
-  u32 quantise;          // round to the E4M3 grid as the input of the next product
+  const u16* gate_up[2];  // [rows, 2 * width] bf16
+  u16* out[2];            // [rows, width] bf16
+  const float* weights;   // [assignments], of the first kind
+  const u32* order;       // [rows] assignment of a row of the first kind
+  u32 rows;               // of the first kind
+  u32 width;              // a multiple of 128
+  float limit;            // 0: none
+  u32 quantise;           // round to the E4M3 grid as the input of the next product
 };
 
-// grid rows
+// grid rows of both kinds
 extern "C" __global__ void __launch_bounds__(256) swiglu(const __grid_constant__ SwigluParams p) {
   wait_for_inputs();
-  const u64 row = blockIdx.x;
-  const float weight = p.weights ? p.weights[p.order[row]] : 1.0f;
+  const u32 kind = blockIdx.x >= p.rows;
+  const u64 row = blockIdx.x - (kind ? p.rows : 0);
+  const float weight = kind ? 1.0f : p.weights[p.order[row]];
   const float limit = p.limit > 0.0f ? p.limit : -minus_infinity();
-  const uint4* gate = reinterpret_cast<const uint4*>(p.gate_up + row * 2 * p.width);
+  const uint4* gate = reinterpret_cast<const uint4*>(p.gate_up[kind] + row * 2 * p.width);
   const uint4* up = gate + p.width / 8;
+  u16* const out = p.out[kind] + row * p.width;
   for (u32 base = 0; base < p.width / 8; base += 256) {
     const u32 g = base + threadIdx.x;
     const bool inside = g < p.width / 8;
@@ -266,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const __grid_constant__
       v[i] = round_bf16(weight * (clamped / (1.0f + expf(-clamped)) * clamp_to(u[i], limit)));
     }
     if (p.quantise) round_act_block(v);
-    if (inside) reinterpret_cast<uint4*>(p.out + row * p.width)[g] = pack8(v);
+    if (inside) reinterpret_cast<uint4*>(out)[g] = pack8(v);
   }
 }
 
@@ -280,32 +314,40 @@ struct CombineParams {
   u32 top_k;
 };
 
-// grid tokens
-extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineParams p) {
+// grid (tokens, ceil(width / 1024)); all rows of a token are asked for at once
+extern "C" __global__ void __launch_bounds__(128) combine(const __grid_constant__ CombineParams p) {
+  constexpr u32 AT_ONCE = 8;
   wait_for_inputs();
-  __shared__ u32 sorted[MAX_TOP_K];
   const u64 token = blockIdx.x;
-  const u32 used = *p.used;
-  if (threadIdx.x < p.top_k) {  // ascending places are ascending experts
-    const u32 mine = p.places[token * p.top_k + threadIdx.x];
-    u32 rank = 0;
-    for (u32 i = 0; i < p.top_k; i++) {
-      const u32 other = p.places[token * p.top_k + i];
-      rank += other < mine;
+  const u32 g = blockIdx.y * 128 + threadIdx.x, lane = threadIdx.x % 32;
+  const bool inside = g < p.width / 8;
+  const u32 mine = lane < p.top_k ? p.places[token * p.top_k + lane] : ALL, used = *p.used;
+  uint4 last = {};
+  if (inside) last = reinterpret_cast<const uint4*>(p.shared + token * p.width)[g];
+  u32 rank = 0;  // ascending places are ascending experts
+  for (u32 i = 0; i < p.top_k; i++) rank += __shfl_sync(ALL, mine, i) < mine;
+  float sum[8] = {}, v[8];
+  for (u32 base = 0; base < p.top_k; base += AT_ONCE) {
+    uint4 rows[AT_ONCE];
+    bool valid[AT_ONCE];
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++) {
+      const u32 has = __ballot_sync(ALL, lane < p.top_k && rank == base + i);
+      const u32 place = __shfl_sync(ALL, mine, has ? __ffs(has) - 1 : 0);
+      valid[i] = has && place < used && inside;
+      if (valid[i]) rows[i] = reinterpret_cast<const uint4*>(p.routed + u64(place) * p.width)[g];
     }
-    sorted[rank] = mine;
-  }
-  __syncthreads();
-  for (u32 g = threadIdx.x; g < p.width / 8; g += 256) {
-    float sum[8] = {}, v[8];
-    for (u32 i = 0; i < p.top_k && sorted[i] < used; i++) {
-      unpack8(reinterpret_cast<const uint4*>(p.routed + u64(sorted[i]) * p.width)[g], v);
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++) {
+      if (!valid[i]) continue;
+      unpack8(rows[i], v);
 #pragma unroll
       for (int j = 0; j < 8; j++) sum[j] += v[j];
     }
-    unpack8(reinterpret_cast<const uint4*>(p.shared + token * p.width)[g], v);
-#pragma unroll
-    for (int j = 0; j < 8; j++) sum[j] += v[j];
-    reinterpret_cast<uint4*>(p.out + token * p.width)[g] = pack8(sum);
   }
+  if (!inside) return;
+  unpack8(last, v);
+#pragma unroll
+  for (int j = 0; j < 8; j++) sum[j] += v[j];
+  reinterpret_cast<uint4*>(p.out + token * p.width)[g] = pack8(sum);
 }

@@ -46,16 +46,17 @@ struct E2m1 {
   static constexpr float FACTOR = 1152921504606846976.0f;  // 2^60, which `scale` leaves out so that it fits bf16
   static __device__ __forceinline__ u32 scale(u8 code) { return min(u32(code) + 66u, 255u) * 0x00800080u; }
   static __device__ __forceinline__ void a(int step, const uint4& lo, const uint4& hi, u32 s_lo, u32 s_hi, u32 (&a)[4]) {
-    const u32 l = word(lo, step / 2), h = word(hi, step / 2);
-    const int i = step % 2 * 2;
-    a[0] = pair(l, i, s_lo);
-    a[1] = pair(h, i, s_hi);
-    a[2] = pair(l, i + 1, s_lo);
-    a[3] = pair(h, i + 1, s_hi);
+    const u32 down = step % 2 ? 0 : 8;  // codes 3 and 2 of each half, then 1 and 0
+    const u32 l = word(lo, step / 2) >> down, h = word(hi, step / 2) >> down;
+    a[0] = pair(l & 0x00F000F0u, 0x0104, s_lo);
+    a[1] = pair(h & 0x00F000F0u, 0x0104, s_hi);
+    a[2] = pair(l & 0x000F000Fu, 0x1040, s_lo);
+    a[3] = pair(h & 0x000F000Fu, 0x1040, s_hi);
   }
-  static __device__ __forceinline__ u32 pair(u32 q, int i, u32 scale) {  // codes 3-i and 7-i
-    const u32 s = q << (4 * i);
-    return bf16_mul((s & 0x80008000u) | ((s >> 6) & 0x01C001C0u), scale);
+  // One product puts a code's sign and, beside it, its other bits in their places in a bfloat16: logical operations are
+  // what binds.
+  static __device__ __forceinline__ u32 pair(u32 codes, u32 places, u32 scale) {
+    return bf16_mul((codes * places) & 0x81C081C0u, scale);
   }
   static __device__ __forceinline__ void b(int step, const u32* x, u32& b0, u32& b1) {
     const u32* w = x + step / 2 * 4;

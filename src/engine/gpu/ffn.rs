@@ -3,7 +3,7 @@
 use super::step::Run;
 use super::weights::Route as Routing;
 use crate::backend::cuda::memory::Buffer;
-use crate::backend::cuda::ops::{self, Experts, Job, Output, Product, Route, Weight};
+use crate::backend::cuda::ops::{self, Experts, Job, Output, Product, Route, Swiglu, Weight};
 use crate::error::Result;
 
 impl Run<'_> {
@@ -42,20 +42,25 @@ impl Run<'_> {
         ops::route(self.stream, &route)?;
         ops::group(self.stream, &b.groups)?;
 
-        let product = |matrices: &[Experts<'_>], rows, cols, x, top_k, y: &Buffer<u16>| {
+        let product = |matrices: &[Experts<'_>], rows, cols, x, top_k, y: &Buffer<u16>, beside| {
             let a = Product { matrices, rows, cols, format: w.format, x, top_k, y, tokens: self.rows };
-            ops::expert_product(self.stream, &b.groups, &a, Some(&b.images))
+            ops::expert_product(self.stream, &b.groups, &a, Some(&b.images), beside)
         };
         let (limit, quantise) = (c.swiglu_limit, self.rounding.act_fp8);
-        product(&[w.w1.experts(), w.w3.experts()], inter, d, x, Some(top_k), &b.gate_up)?;
-        let routes = Some((&b.weights, &b.groups.order));
-        ops::swiglu(self.stream, &b.gate_up, &b.active, inter, routes, limit, quantise)?;
-        ops::swiglu(self.stream, &b.shared_gate_up, &b.shared_active, inter, None, limit, quantise)?;
-        product(&[w.w2.experts()], d, inter, &b.active, None, &b.routed)?;
+        product(&[w.w1.experts(), w.w3.experts()], inter, d, x, Some(top_k), &b.gate_up, None)?;
+        let swiglu = Swiglu {
+            routed: Some((&b.gate_up, &b.active)),
+            routes: (&b.weights, &b.groups.order),
+            shared: Some((&b.shared_gate_up, &b.shared_active)),
+            width: inter,
+            limit,
+            quantise,
+        };
+        ops::swiglu(self.stream, &swiglu)?;
         let weight: &Weight = w2;
         let (x, y) = (&b.shared_active, Output::Bf16(b.shared.clone()));
         let job = Job { weight, first_row: 0, rows: d, cols: inter, x, x_stride: inter, y, y_stride: d };
-        ops::linear(self.stream, &[job], rows, workspace)?;
+        product(&[w.w2.experts()], d, inter, &b.active, None, &b.routed, Some((job, workspace)))?;
         let places = (&b.groups.places, &b.groups.used()?);
         ops::combine(self.stream, &b.routed, &b.shared, places, &self.scratch.output, d)
     }

@@ -4,7 +4,9 @@ use super::lab::{Lab, different, different_bits, distance, matrix};
 use crate::backend::cpu::moe as cpu_moe;
 use crate::backend::cpu::norm::store_bf16;
 use crate::backend::cuda::memory::Buffer;
-use crate::backend::cuda::ops::{self, ExpertFormat, Experts, Grouping, IDLE, Product, Route, Routing};
+use crate::backend::cuda::ops::{
+    self, ExpertFormat, Experts, Grouping, IDLE, Job, Output, Product, Route, Routing, Swiglu, Weight,
+};
 use crate::error::Result;
 use crate::tensor::format::{bf16_value, e4m3_round_trip};
 use crate::tensor::{MatrixFormat, MatrixRef, Scales};
@@ -108,6 +110,8 @@ pub(super) fn group(lab: &mut Lab<'_>) -> Result<()> {
         let below = |e: usize| ids.iter().filter(|&&id| (id as usize) < e).count() as u32;
         let bounds: Vec<u32> = (0..=experts).map(below).collect();
         let active: Vec<u32> = (0..experts as u32).filter(|e| ids.contains(e)).collect();
+        let mut active_first: Vec<u32> = active.iter().map(|&e| bounds[e as usize]).collect();
+        active_first.push(bounds[experts]);
         let tiles: Vec<(u32, u32)> = (0..experts)
             .flat_map(|e| (bounds[e]..bounds[e + 1]).step_by(64).map(move |first| (e as u32, first)))
             .collect();
@@ -118,6 +122,7 @@ pub(super) fn group(lab: &mut Lab<'_>) -> Result<()> {
             + different(&lab.get(&groups.places)?, &places)
             + different(&lab.get(&groups.bounds)?, &bounds)
             + different(&lab.get(&groups.active)?[..active.len()], &active)
+            + different(&lab.get(&groups.active_first)?[..=active.len()], &active_first)
             + different(&got_tiles, &tiles)
             + different(&lab.get(&groups.totals)?, &[active.len() as u32, tiles.len() as u32]);
         let rests = if rests { ", some idle" } else { "" };
@@ -202,6 +207,7 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
             let single = [w2.experts()];
             let middle = lab.normal_bf16(places * inter, 1.0);
             let d_middle = lab.put_bf16(&middle)?;
+            let middle_weights = lab.normal_bf16(hidden * inter, 1.0);
 
             let mut want_up = vec![0.0; places * 2 * inter];
             let mut want_down = vec![0.0; places * hidden];
@@ -226,12 +232,36 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
             store_bf16(&mut want_up, true);
             store_bf16(&mut want_down, true);
 
+            // a dense product that shares the launch of a single token has the bits that it has alone
+            let dense = Weight::Bf16(lab.put_bf16(&middle_weights)?);
+            let row = d_middle.slice(0..inter)?;
+            let job = |y: &Buffer<u16>| {
+                let y = Output::Bf16(y.clone());
+                Job {
+                    weight: &dense,
+                    first_row: 0,
+                    rows: hidden,
+                    cols: inter,
+                    x: &row,
+                    x_stride: inter,
+                    y,
+                    y_stride: hidden,
+                }
+            };
+            let alone = lab.output(hidden)?;
+            ops::linear(&lab.stream, &[job(&alone)], 1, None)?;
+
             let mut first = None;
             let workspace = lab.output(groups.images_len(hidden.max(inter)))?;
             // the number of tokens and the workspace decide how the work is cut: all ways for the same data
-            for (way, cut, workspace) in
-                [("", 1, None), (", tiles", 1000, None), (", own kernel", 1000, Some(&workspace))]
-            {
+            for (way, cut, workspace) in [
+                ("", 1, None),
+                (", by eight", 2, None),
+                (", tiles", 1000, None),
+                (", own kernel", 1000, Some(&workspace)),
+            ] {
+                let shared = lab.output(hidden)?;
+                let beside = (cut == 1).then(|| (job(&shared), None));
                 let (y, z) = (lab.output(places * 2 * inter)?, lab.output(places * hidden)?);
                 let up = Product {
                     matrices: &halves,
@@ -243,7 +273,7 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
                     y: &y,
                     tokens: cut,
                 };
-                ops::expert_product(&lab.stream, &groups, &up, workspace)?;
+                ops::expert_product(&lab.stream, &groups, &up, workspace, None)?;
                 let down = Product {
                     matrices: &single,
                     rows: hidden,
@@ -254,8 +284,13 @@ pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
                     y: &z,
                     tokens: cut,
                 };
-                ops::expert_product(&lab.stream, &groups, &down, workspace)?;
+                let is_beside = beside.is_some();
+                ops::expert_product(&lab.stream, &groups, &down, workspace, beside)?;
                 let shape = format!("{format:?}, {tokens} tokens{way}");
+                if is_beside {
+                    let wrong = different(&lab.get(&shared)?, &lab.get(&alone)?);
+                    lab.report("experts, a product beside them", &shape, wrong, 0.0);
+                }
                 let (got_up, got_down) = (lab.get_bf16(&y)?, lab.get_bf16(&z)?);
                 lab.report("experts, gate and up", &shape, distance(&got_up, &want_up), NEIGHBOURS);
                 lab.report("experts, down", &shape, distance(&got_down, &want_down), NEIGHBOURS);
@@ -303,11 +338,13 @@ pub(super) fn chain(lab: &mut Lab<'_>) -> Result<()> {
             let (matrices, format) = ([w1.experts(), w3.experts()], ExpertFormat::E2m1);
             let (rows, cols) = (inter, hidden);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product(s, g, &a, Some(&workspace))?;
-            ops::swiglu(s, &up, &act, inter, Some((&weights, &groups.order)), 10.0, true)?;
+            ops::expert_product(s, g, &a, Some(&workspace), None)?;
+            let (routed, routes) = (Some((&up, &act)), (&weights, &groups.order));
+            let swiglu = Swiglu { routed, routes, shared: None, width: inter, limit: 10.0, quantise: true };
+            ops::swiglu(s, &swiglu)?;
             let (matrices, rows, cols) = ([w2.experts()], hidden, inter);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product(s, g, &a, Some(&workspace))?;
+            ops::expert_product(s, g, &a, Some(&workspace), None)?;
             ops::combine(s, &down, &x, (&groups.places, &groups.used()?), &y, hidden)
         };
         let was_careful = lab.gpu.is_careful();
@@ -336,9 +373,14 @@ pub(super) fn swiglu(lab: &mut Lab<'_>) -> Result<()> {
         let (d_in, d_weights, d_order) = (lab.put_bf16(&gate_up)?, lab.put(&weights)?, lab.put(&order)?);
         for routed in [false, true] {
             let (plain, rounded) = (lab.output(rows * width)?, lab.output(rows * width)?);
-            let routes = routed.then_some((&d_weights, &d_order));
-            ops::swiglu(&lab.stream, &d_in, &plain, width, routes, limit, false)?;
-            ops::swiglu(&lab.stream, &d_in, &rounded, width, routes, limit, true)?;
+            // the other kind of rows beside it, where both are taken
+            let beside = lab.output(rows * width)?;
+            for (out, quantise) in [(&plain, false), (&rounded, true)] {
+                let (one, other) = (Some((&d_in, out)), quantise.then_some((&d_in, &beside)));
+                let (routed, shared) = if routed { (one, other) } else { (other, one) };
+                let routes = (&d_weights, &d_order);
+                ops::swiglu(&lab.stream, &Swiglu { routed, routes, shared, width, limit, quantise })?;
+            }
             let mut want = Vec::new();
             for r in 0..rows {
                 let mut gate = gate_up[2 * r * width..][..width].to_vec();

@@ -8,7 +8,8 @@ use crate::backend::cuda::device::Gpu;
 use crate::backend::cuda::memory::{Arena, Buffer, Plain};
 use crate::backend::cuda::ops::{
     self, Attention, AttentionPath, Entries, ExpertFormat, Experts, Finish, Group, Grouping, HEAD_DIM, INDEX_DIM, Job,
-    KEY_BYTES, MIX_FLOATS, Output, Pages, Product, Project, ROW_BYTES, STREAMS, Sample, Scores, Sequence, TopK, Weight,
+    KEY_BYTES, MIX_FLOATS, Output, Pages, Product, Project, ROW_BYTES, STREAMS, Sample, Scores, Sequence, Swiglu, TopK,
+    Weight,
 };
 use crate::backend::cuda::stream::{Event, Stream};
 use crate::error::Result;
@@ -321,13 +322,13 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
             let matrices = [Experts { data: &w1.0, scales: &w1.1 }, Experts { data: &w3.0, scales: &w3.1 }];
             let (rows, cols, format) = (inter, D, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product(stream, &groupings[i], &a, Some(&workspace))
+            ops::expert_product(stream, &groupings[i], &a, Some(&workspace), None)
         };
         let down_call = |stream: &Stream, i: usize| {
             let matrices = [Experts { data: &w2.0, scales: &w2.1 }];
             let (rows, cols, format) = (D, inter, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product(stream, &groupings[i], &a, Some(&workspace))
+            ops::expert_product(stream, &groupings[i], &a, Some(&workspace), None)
         };
         let name = format!("{tokens} tokens, {touched} experts");
         b.time(format!("experts gate+up, {name}"), size * 2.0 / 3.0, flops * 2.0 / 3.0, rounds, up_call)?;
@@ -336,7 +337,9 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
             let g = &groupings[i];
             ops::group(stream, g)?;
             up_call(stream, i)?;
-            ops::swiglu(stream, &up, &act, inter, Some((&weights, &g.order)), 10.0, true)?;
+            let (routed, routes) = (Some((&up, &act)), (&weights, &g.order));
+            let swiglu = Swiglu { routed, routes, shared: None, width: inter, limit: 10.0, quantise: true };
+            ops::swiglu(stream, &swiglu)?;
             down_call(stream, i)?;
             ops::combine(stream, &down, &shared, (&g.places, &g.used()?), &y, D)
         })?;

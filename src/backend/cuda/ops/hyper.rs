@@ -13,6 +13,9 @@ const COLUMNS: usize = 128;
 /// Tokens from which a block takes 16 instead of 8.
 const MANY: usize = 8;
 
+/// Threads of a block of [`finish`].
+const FINISH_THREADS: u32 = 9 * 32;
+
 /// float32 values of the partial sums of `tokens` tokens.
 pub(crate) fn parts_len(tokens: usize, width: usize) -> usize {
     tokens * (width / COLUMNS) * (OUTPUTS + 1)
@@ -165,5 +168,5 @@ pub(crate) fn finish(stream: &Stream, a: &Finish<'_>) -> Result<()> {
     };
     let kernel = stream.gpu().kernel("hyper_finish")?;
     // SAFETY: sizes checked above.
-    unsafe { stream.launch(kernel, rows(tokens, 256), &params) }
+    unsafe { stream.launch(kernel, rows(tokens, FINISH_THREADS), &params) }
 }

@@ -11,6 +11,14 @@ pub(super) const MAX_JOBS: usize = 16;
 const SLICE: usize = 512;
 /// Most tokens of the kernel that is bound by the weights' bytes.
 const FEW: usize = 16;
+/// Bytes of the rings of a block whose weights flow through shared memory (`kernels/few.cuh`), and of the sums that it has
+/// room for at least: below 99 KB in all, as every device has.
+const RING_BYTES: usize = 8 * 5 * (2048 + 128);
+const SUMS_BYTES: usize = 8 << 10;
+/// Bytes of weights a multiprocessor from which it has two blocks.
+const TWO_BLOCKS: usize = 180 << 10;
+/// Rows of a tile.
+const TILE_HEIGHT: usize = 16;
 /// Rows and tokens of a block with many tokens, and its shared memory.
 const TILE: [usize; 2] = [128, 64];
 /// Enough blocks to keep a device busy; fewer are cut along the columns.
@@ -85,7 +93,7 @@ pub(super) struct RawJob {
     x_stride: u32,
     pub(super) y_stride: u32,
     pub(super) y_f32: u32,
-    first_tile: u32,
+    pub(super) first_tile: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -125,6 +133,14 @@ pub(super) fn few_shared(cols: usize, tiles: usize) -> usize {
     few_rows(cols) / 16 * cols.div_ceil(SLICE) * tiles * 128 * 4
 }
 
+/// Bytes of shared memory of a block of `kernels/few.cuh`, or for one token `one.cuh`: rings, a token's inputs, and sums of a
+/// round of tiles at least.
+pub(super) fn stream_shared(cols: usize, tokens: usize) -> usize {
+    let round = few_rows(cols) * cols.div_ceil(SLICE) * tokens * 4;
+    let (inputs, sums) = if tokens == 1 { (8 * SLICE * 2, SUMS_BYTES / 2) } else { (0, SUMS_BYTES) };
+    RING_BYTES + inputs + round.max(sums)
+}
+
 /// Bytes of shared memory of a block with many tokens, as `tiled_bytes` of `product.cuh`: two stages of weights of
 /// `block_bytes` a row and 128 columns, inputs and scales, and the sums of what has narrow weights.
 pub(super) fn many_shared(block_bytes: usize, scale_bytes: usize) -> usize {
@@ -160,6 +176,9 @@ pub(crate) fn linear(stream: &Stream, jobs: &[Job<'_>], tokens: usize, workspace
 
 /// Up to 16 tokens: bound by the weights' bytes.
 fn few(stream: &Stream, jobs: &[Job<'_>], tokens: usize) -> Result<()> {
+    if tokens == 1 && jobs.iter().all(|job| streams(stream, job)) {
+        return one(stream, jobs);
+    }
     let mut params = LinearParams::new(jobs.len(), tokens)?;
     let (mut tiles, mut shared) = (0, 0);
     for (job, raw) in jobs.iter().zip(&mut params.jobs) {
@@ -171,6 +190,41 @@ fn few(stream: &Stream, jobs: &[Job<'_>], tokens: usize) -> Result<()> {
     let kernel = stream.gpu().kernel(if tokens <= 8 { "linear_few8" } else { "linear_few16" })?;
     // SAFETY: sizes checked for each job.
     unsafe { stream.launch(kernel, Launch { grid: [tiles, 1, 1], block: 256, shared }, &params) }
+}
+
+/// Whether `kernels/one.cuh` takes this job of one token.
+pub(super) fn streams(stream: &Stream, job: &Job<'_>) -> bool {
+    let shared = stream_shared(job.cols, 1);
+    job.rows.is_multiple_of(TILE_HEIGHT) && shared <= stream.gpu().limits().shared_bytes as usize
+}
+
+/// One token: a block or two a multiprocessor, which the jobs share by their bytes.
+fn one(stream: &Stream, jobs: &[Job<'_>]) -> Result<()> {
+    let mut params = LinearParams::new(jobs.len(), 1)?;
+    let all: usize = jobs.iter().map(weight_bytes).sum();
+    let blocks = stream_blocks(stream, all);
+    let (mut first, mut before, mut shared) = (0, 0, 0);
+    for (job, raw) in jobs.iter().zip(&mut params.jobs) {
+        *raw = check(job, 1)?;
+        raw.first_tile = word("blocks", first)?;
+        before += weight_bytes(job);
+        let share = (before * blocks + all / 2) / all;
+        first = share.clamp(first + 1, first + job.rows / TILE_HEIGHT);
+        shared = shared.max(stream_shared(job.cols, 1));
+    }
+    let kernel = stream.gpu().kernel("linear_one")?;
+    // SAFETY: sizes checked for each job.
+    unsafe { stream.launch(kernel, Launch { grid: [first, 1, 1], block: 256, shared }, &params) }
+}
+
+pub(super) fn weight_bytes(job: &Job<'_>) -> usize {
+    job.rows * job.cols * if matches!(job.weight, Weight::Bf16(_)) { 2 } else { 1 }
+}
+
+/// Blocks for so many bytes of weights: one a multiprocessor leaves room for the next kernel's, which then begins earlier.
+pub(super) fn stream_blocks(stream: &Stream, bytes: usize) -> usize {
+    let multiprocessors = stream.gpu().limits().multiprocessors as usize;
+    if bytes >= multiprocessors * TWO_BLOCKS { 2 * multiprocessors } else { multiprocessors }
 }
 
 /// Many tokens: tiles of rows and tokens, and of slices where there are too few of those.

@@ -22,8 +22,8 @@ pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
 pub(crate) use indexer::{GROUP_ROWS, Group, IndexQuery, Scores, TopK, index_query, scores, top_k, top_k_parts};
 pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
 pub(crate) use moe::{
-    ExpertFormat, Experts, Grouping, Product, Route, Routing, combine, expert_product, group, is_for_tiles, route,
-    swiglu,
+    ExpertFormat, Experts, Grouping, Product, Route, Routing, Swiglu, combine, expert_product, group, is_for_tiles,
+    route, swiglu,
 };
 pub(crate) use norm::{RmsNorm, embed, quantise, rms_norm, rotations, watch, watch_f32};
 pub(crate) use sample::{DrawWords, EditWords, Sample, argmax, draw_words, edit_words, sample, top_logits};

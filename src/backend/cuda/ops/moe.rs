@@ -2,8 +2,8 @@
 
 use super::super::memory::{Arena, Buffer};
 use super::super::stream::Stream;
-use super::linear::{few_rows, few_shared, many_shared};
-use super::{Launch, Params, address, at_least, exact, multiple, rows, wide, word};
+use super::linear::{Job, RawJob, check, linear, many_shared, stream_blocks, stream_shared, streams, weight_bytes};
+use super::{Launch, Params, at_least, exact, multiple, rows, wide, word};
 use crate::error::{Result, bail};
 
 /// Limits of the kernels' registers and shared memory.
@@ -111,6 +111,8 @@ pub(crate) struct Grouping {
     pub(crate) bounds: Buffer<u32>,
     /// `[experts]`.
     pub(crate) active: Buffer<u32>,
+    /// `[experts + 1]` first place of each of them, and of nobody's behind the last.
+    pub(crate) active_first: Buffer<u32>,
     /// `[2, assignments / 64 rounded up + experts]`: expert and first place of each tile.
     pub(crate) tiles: Buffer<u32>,
     /// `[2]`: active experts, tiles.
@@ -129,6 +131,7 @@ impl Grouping {
             places: take("the places of assignments", n)?,
             bounds: take("the bounds of experts", experts + 1)?,
             active: take("the active experts", experts)?,
+            active_first: take("the bounds of active experts", experts + 1)?,
             tiles: take("the expert tiles", 2 * (n.div_ceil(64) + experts))?,
             totals: take("the expert totals", 2)?,
             ids,
@@ -154,6 +157,7 @@ struct GroupParams {
     places: u64,
     bounds: u64,
     active: u64,
+    active_first: u64,
     tile_expert: u64,
     tile_first: u64,
     totals: u64,
@@ -171,6 +175,7 @@ pub(crate) fn group(stream: &Stream, g: &Grouping) -> Result<()> {
         places: g.places.address(),
         bounds: g.bounds.address(),
         active: g.active.address(),
+        active_first: g.active_first.address(),
         tile_expert: g.tiles.address(),
         tile_first: g.tiles.address() + 4 * g.most_tiles() as u64,
         totals: g.totals.address(),
@@ -230,6 +235,7 @@ pub(super) struct ExpertParams {
     pub(super) order: u64,
     pub(super) bounds: u64,
     active: u64,
+    active_first: u64,
     pub(super) tile_expert: u64,
     pub(super) tile_first: u64,
     pub(super) totals: u64,
@@ -239,6 +245,9 @@ pub(super) struct ExpertParams {
     pub(super) cols: u32,
     pub(super) top_k: u32,
     pub(super) format: u32,
+    experts: u32,
+    beside: RawJob,
+    inputs: u32,
     pad: u32,
 }
 // SAFETY: mirrors `ExpertParams`.
@@ -248,12 +257,14 @@ unsafe impl Params for ExpertParams {}
 /// matrices of the given shape, which is the caller's promise.
 ///
 /// `workspace`, of [`Grouping::images_len`] of the columns, lets many tokens use the kernels for Hopper; without it, or with
-/// a smaller one, the product is slower, never different.
+/// a smaller one, the product is slower, never different. A product `beside` it, of the same tokens and with a workspace as
+/// of [`linear`], shares the launch of a single token.
 pub(crate) fn expert_product(
     stream: &Stream,
     g: &Grouping,
     a: &Product<'_>,
     workspace: Option<&Buffer<f32>>,
+    beside: Option<(Job<'_>, Option<&Buffer<f32>>)>,
 ) -> Result<()> {
     multiple("the rows of an expert", a.rows, 128)?;
     multiple("the columns of an expert", a.cols, 128)?;
@@ -270,13 +281,14 @@ pub(crate) fn expert_product(
         exact("the addresses of the experts' scales", m.scales, g.experts)?;
         (data[i], scales[i]) = (m.data.address(), m.scales.address());
     }
-    let params = ExpertParams {
+    let mut params = ExpertParams {
         data,
         scales,
         x: a.x.address(),
         order: if a.top_k.is_some() { g.order.address() } else { 0 },
         bounds: g.bounds.address(),
         active: g.active.address(),
+        active_first: g.active_first.address(),
         tile_expert: g.tiles.address(),
         tile_first: g.tiles.address() + 4 * g.most_tiles() as u64,
         totals: g.totals.address(),
@@ -290,20 +302,46 @@ pub(crate) fn expert_product(
             ExpertFormat::E4m3F32 => 1,
             ExpertFormat::E2m1 => 2,
         },
+        experts: g.experts as u32,
+        beside: RawJob::default(),
+        inputs: word("inputs of experts", inputs)?,
         pad: 0,
     };
     if is_for_tiles(a.tokens, places, g.experts)
         && let Some(workspace) = workspace.filter(|w| wide::suits_experts(stream, g, a.cols, w))
     {
+        beside.map_or(Ok(()), |(job, workspace)| linear(stream, &[job], a.tokens, workspace))?;
         // SAFETY: sizes checked above; the experts' addresses are the caller's promise.
         return unsafe { wide::experts(stream, g, &params, workspace) };
     }
     let (outputs, e2m1) = (halves * a.rows, a.format == ExpertFormat::E2m1);
     let (name, launch) = if a.tokens <= FEW_TOKENS {
-        let grid = [outputs / few_rows(a.cols), g.experts.min(places), 1];
-        let name = if e2m1 { "expert_few_e2m1" } else { "expert_few_e4m3" };
-        (name, Launch { grid, block: 256, shared: few_shared(a.cols, 1) })
+        let most = g.experts.min(places) * outputs;
+        let bytes = most * a.cols / if e2m1 { 2 } else { 1 };
+        let mut blocks = stream_blocks(stream, bytes).min(most / 16);
+        let is_one = a.tokens == 1;
+        let mut shared = stream_shared(a.cols, if is_one { 1 } else { FEW_PLACES });
+        match beside {
+            Some((job, _)) if is_one && streams(stream, &job) => {
+                params.beside = check(&job, 1)?;
+                let own = weight_bytes(&job);
+                let share = (blocks * own).div_ceil(own + bytes).clamp(1, job.rows / 16);
+                params.beside.first_tile = word("blocks", share)?;
+                blocks = blocks.max(share + 1);
+                shared = shared.max(stream_shared(job.cols, 1));
+            }
+            Some((job, workspace)) => linear(stream, &[job], a.tokens, workspace)?,
+            None => {}
+        }
+        let name = match (is_one, e2m1) {
+            (true, true) => "expert_one_e2m1",
+            (true, false) => "expert_one_e4m3",
+            (false, true) => "expert_few_e2m1",
+            (false, false) => "expert_few_e4m3",
+        };
+        (name, Launch { grid: [blocks, 1, 1], block: 256, shared })
     } else {
+        beside.map_or(Ok(()), |(job, workspace)| linear(stream, &[job], a.tokens, workspace))?;
         let (name, shared) =
             if e2m1 { ("expert_many_e2m1", many_shared(64, 512)) } else { ("expert_many_e4m3", many_shared(128, 0)) };
         (name, Launch { grid: [outputs / 128, g.most_tiles(), 1], block: 256, shared })
@@ -316,50 +354,65 @@ pub(crate) fn expert_product(
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct SwigluParams {
-    gate_up: u64,
+    gate_up: [u64; 2],
+    out: [u64; 2],
     weights: u64,
     order: u64,
-    out: u64,
+    rows: u32,
     width: u32,
     limit: f32,
     quantise: u32,
-    pad: u32,
 }
 // SAFETY: mirrors `SwigluParams`.
 unsafe impl Params for SwigluParams {}
 
-/// `out[r] = weight * silu(min(gate, limit)) * clamp(up)` of `gate_up` `[rows, 2 width]`; with `routes`, row r is a place
-/// whose weight is `weights[order[r]]`.
-pub(crate) fn swiglu(
-    stream: &Stream,
-    gate_up: &Buffer<u16>,
-    out: &Buffer<u16>,
-    width: usize,
-    routes: Option<(&Buffer<f32>, &Buffer<u32>)>,
-    limit: f32,
-    quantise: bool,
-) -> Result<()> {
-    multiple("moe_intermediate_size", width, 128)?;
-    let count = out.len() / width;
-    exact("the activated values", out, count * width)?;
-    exact("the gate and up values", gate_up, 2 * count * width)?;
-    if let Some((weights, order)) = routes {
-        exact("the order of assignments", order, count)?;
-        exact("the expert weights", weights, count)?;
-    }
-    let params = SwigluParams {
-        gate_up: gate_up.address(),
-        weights: address(routes.map(|r| r.0)),
-        order: address(routes.map(|r| r.1)),
-        out: out.address(),
-        width: word("moe_intermediate_size", width)?,
-        limit,
-        quantise: u32::from(quantise),
-        pad: 0,
+/// Arguments of [`swiglu`]: rows of gate and up values `[rows, 2 width]`, and where their activations go `[rows, width]`.
+pub(crate) struct Swiglu<'a> {
+    /// Rows of routed experts, the assignments' weights and the assignment of each row.
+    pub(crate) routed: Option<Activation<'a>>,
+    pub(crate) routes: (&'a Buffer<f32>, &'a Buffer<u32>),
+    /// Rows of the shared expert.
+    pub(crate) shared: Option<Activation<'a>>,
+    pub(crate) width: usize,
+    /// 0: none.
+    pub(crate) limit: f32,
+    /// Round to the E4M3 grid as the input of the next product.
+    pub(crate) quantise: bool,
+}
+
+/// Gate and up values, and where their activations go.
+pub(crate) type Activation<'a> = (&'a Buffer<u16>, &'a Buffer<u16>);
+
+/// `out[r] = weight * silu(min(gate, limit)) * clamp(up)`; the weight of a routed row r is `weights[order[r]]`, of a shared
+/// one 1.
+pub(crate) fn swiglu(stream: &Stream, a: &Swiglu<'_>) -> Result<()> {
+    multiple("moe_intermediate_size", a.width, 128)?;
+    let mut params = SwigluParams {
+        gate_up: [0; 2],
+        out: [0; 2],
+        weights: a.routes.0.address(),
+        order: a.routes.1.address(),
+        rows: 0,
+        width: word("moe_intermediate_size", a.width)?,
+        limit: a.limit,
+        quantise: u32::from(a.quantise),
     };
+    let mut all = 0;
+    for (kind, (gate_up, out)) in [a.routed, a.shared].into_iter().enumerate().filter_map(|(i, a)| Some((i, a?))) {
+        let count = out.len() / a.width;
+        exact("the activated values", out, count * a.width)?;
+        exact("the gate and up values", gate_up, 2 * count * a.width)?;
+        if kind == 0 {
+            exact("the order of assignments", a.routes.1, count)?;
+            exact("the expert weights", a.routes.0, count)?;
+            params.rows = word("rows of experts", count)?;
+        }
+        (params.gate_up[kind], params.out[kind]) = (gate_up.address(), out.address());
+        all += count;
+    }
     let kernel = stream.gpu().kernel("swiglu")?;
     // SAFETY: sizes checked above.
-    unsafe { stream.launch(kernel, rows(count, 256), &params) }
+    unsafe { stream.launch(kernel, rows(all, 256), &params) }
 }
 
 #[derive(Clone, Copy)]
@@ -407,6 +460,7 @@ pub(crate) fn combine(
         top_k: top_k as u32,
     };
     let kernel = stream.gpu().kernel("combine")?;
+    let grid = [tokens, width.div_ceil(1024), 1];
     // SAFETY: sizes checked above.
-    unsafe { stream.launch(kernel, rows(tokens, 256), &params) }
+    unsafe { stream.launch(kernel, Launch { grid, block: 128, shared: 0 }, &params) }
 }
