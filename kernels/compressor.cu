@@ -10,17 +10,18 @@ struct Store {
   const CompressParams& p;
   float weight[CH];
   float2 turn;  // lane `i` of a warp has rotation i
-  u32 entry, page;
+  u32 row, entry, page;
 
   __device__ __forceinline__ explicit Store(const CompressParams& p) : p(p) {}
 
-  __device__ __forceinline__ void open(u32 row, u32 sequence, u32 entry) {
+  __device__ __forceinline__ void find(u32 row, u32 sequence, u32 entry) {
 #pragma unroll
     for (int c = 0; c < CH; c++) weight[c] = p.weight[threadIdx.x * CH + c];
-    turn = p.turns[u64(row) * (ROPE_DIM / 2) + threadIdx.x % 32];
+    this->row = row;
     this->entry = entry;
     page = p.entries.ids[u64(sequence) * p.entries.pitch + entry / PER_PAGE];
   }
+  __device__ __forceinline__ void open() { turn = p.turns[u64(row) * (ROPE_DIM / 2) + threadIdx.x % 32]; }
 
   __device__ __forceinline__ void close(float (&v)[CH]) {
     __shared__ float values[DIM];
@@ -63,18 +64,15 @@ struct Store {
 // grid rows + 4 * sequences
 extern "C" __global__ void __launch_bounds__(THREADS, 4) compress4_main(const __grid_constant__ CompressParams p) {
   Store<HEAD_DIM, PAGE_ROWS> store(p);
-  wait_for_inputs();
   compress4<HEAD_DIM>(p, store);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 4) compress4_index(const __grid_constant__ CompressParams p) {
   Store<INDEX_DIM, PAGE_ROWS> store(p);
-  wait_for_inputs();
   compress4<INDEX_DIM>(p, store);
 }
 
 // grid sequences with one row each, else 2 * sequences + rows / 128, rounded up; 512 threads
 extern "C" __global__ void __launch_bounds__(HEAD_DIM, 1) compress128(const __grid_constant__ CompressParams p) {
   Store<HEAD_DIM, NARROW_ROWS> store(p);
-  wait_for_inputs();
   compress128_groups(p, store);
 }

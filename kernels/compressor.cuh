@@ -6,7 +6,7 @@
 // there are four a sequence, one a slot of the new state; 128 threads, DIM / 128 neighbouring channels each. compress128: a
 // running (max, sum, accumulator) per channel; a block takes a group of 128 tokens, or what the step has of it, and pools with
 // one channel a thread. The new state goes to pages of its own, never over the old one, which other blocks still read.
-// Portable.
+// Tables of the step, which no kernel writes, are read before the kernel in front has ended. Portable.
 #pragma once
 #include "rows.cuh"
 
@@ -50,7 +50,8 @@ struct State4 {
   }
 };
 
-// `finish` takes an entry: open(row, sequence, entry) before it is pooled, then close(channels of the thread).
+// `finish` takes an entry: find(row, sequence, entry) from tables and weights alone, open() before it is pooled, then
+// close(channels of the thread).
 template <int DIM, typename Finish>
 __device__ __forceinline__ void compress4(const CompressParams& p, Finish& finish) {
   constexpr int CH = DIM / THREADS, WIDTH = 2 * DIM;
@@ -70,6 +71,7 @@ __device__ __forceinline__ void compress4(const CompressParams& p, Finish& finis
     state.open(p.state, index);
     fresh.open(p.fresh, index);
     const Sequence s = p.sequences[index];
+    wait_for_inputs();
     __syncthreads();
     if (s.rows == 0) return;  // idle: there is no state
     const u32 end = s.start + s.rows;
@@ -110,12 +112,17 @@ __device__ __forceinline__ void compress4(const CompressParams& p, Finish& finis
 
   const u32 row = blockIdx.x, index = p.sequence[row];
   const Sequence s = p.sequences[index];
-  const u32 position = s.start + row - s.first_row;
-  if (position % 4 != 3) return;
-  state.open(p.state, index);
+  const u32 position = s.start + row - s.first_row, entry = position / 4;
+  const bool completes = position % 4 == 3;
+  if (completes) {
+    state.open(p.state, index);
+    finish.find(row, index, entry);
+  }
+  wait_for_inputs();
+  if (!completes) return;
   __syncthreads();
-  const u32 entry = position / 4, before = s.start / 4;
-  finish.open(row, index, entry);
+  const u32 before = s.start / 4;
+  finish.open();
   float pooled[CH];
 #pragma unroll
   for (int i = 0; i < CH; i++) {
@@ -180,14 +187,17 @@ template <typename Finish>
 __device__ __forceinline__ void compress128_groups(const CompressParams& p, Finish& finish) {
   constexpr int DIM = HEAD_DIM, CH = DIM / THREADS, RATIO = Group::RATIO;
   Group group;
-  if (!group.open(p)) return;
+  if (!group.open(p)) return wait_for_inputs();
   __shared__ State<NARROW_ROWS * ROW_BYTES, 3 * DIM> state, fresh;
   state.open(p.state, group.sequence);
   fresh.open(p.fresh, group.sequence);
   const u32 first = max(group.index * RATIO, group.s.start);
   const u32 end = min(group.index * RATIO + RATIO, group.s.start + group.s.rows);
   const bool goes_on = first % RATIO != 0, completes = end % RATIO == 0;
-  if (completes && threadIdx.x < THREADS) finish.open(group.row(end - 1), group.sequence, group.index);
+  const bool finishes = completes && threadIdx.x < THREADS;
+  if (finishes) finish.find(group.row(end - 1), group.sequence, group.index);
+  wait_for_inputs();
+  if (finishes) finish.open();
   __syncthreads();
   const u32 c = threadIdx.x;
   float top = goes_on ? state[c] : minus_infinity();

@@ -6,8 +6,8 @@
 // top_k: a block takes 16384 values of a row into shared memory, finds the k-th highest in three radix passes, and writes
 // the chosen entries in ascending order; equal values go to the lower entry. Longer rows leave candidates, from which
 // top_k_merge chooses in the same way: the result is exact and depends on the scores alone. Portable.
+#include "indexer.cuh"
 #include "product.cuh"
-#include "rows.cuh"
 
 struct IndexQueryParams {
   u16* q;               // [rows, heads, 128] bf16, in place
@@ -37,27 +37,6 @@ extern "C" __global__ void __launch_bounds__(256) index_query(const __grid_const
   *q = make_uint2(bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]));
   if (lane == 0) p.weights[at] = bf16_bits(bf16_value(p.weights[at]) * p.factor);
 }
-
-// Rows of one sequence that share the decoded keys.
-struct Group {
-  u32 sequence;
-  u32 first_row;
-  u32 rows;      // at most 16
-  u32 position;  // of the first row
-};
-
-struct ScoreParams {
-  const u16* q;         // [rows, heads, 128] bf16
-  const u16* weights;   // [rows, heads] bf16
-  const Group* groups;  // [grid.y]
-  Pages keys;           // index pages
-  float* scores;        // [rows of the launch, pitch]; row 0 is `first_row`
-  u32* bad;             // set to 1 if a score is NaN or infinite, or null
-  u32 first_row;
-  u32 pitch;
-  u32 heads;     // a multiple of 8, at most 64
-  u32 stepwise;  // products, weighted products and sums are rounded to bf16
-};
 
 constexpr int SCORE_KEYS = 256;
 
@@ -152,20 +131,6 @@ extern "C" __global__ void __launch_bounds__(256) index_scores(const __grid_cons
     __syncthreads();
   }
 }
-
-struct TopKParams {
-  const float* scores;   // [rows, pitch]
-  const u32* positions;  // [rows]: row r has (positions[r] + 1) / ratio values; or null: all have `count`
-  u32* ids;              // [rows, k], ascending; only the first counts[r] are written
-  u32* counts;           // [rows]
-  float* part_scores;    // [rows, chunks * k] candidates; used with more than one chunk
-  u32* part_ids;         // [rows, chunks * k]
-  u32 pitch;
-  u32 ratio;
-  u32 count;
-  u32 k;
-  u32 chunks;
-};
 
 constexpr u32 CHUNK = 16384, SELECT_THREADS = 1024, PER_THREAD = CHUNK / SELECT_THREADS;
 

@@ -12,8 +12,9 @@ struct PoolParams {
 // The finish of a compressor that leaves the pooled entry in memory.
 template <int DIM>
 struct Keep {
-  u16* to;  // first the entries of all rows, then its own
-  __device__ __forceinline__ void open(u32 row, u32, u32) { to += u64(row) * DIM; }
+  u16 *all, *to = nullptr;  // the entries of all rows, and its own
+  __device__ __forceinline__ void find(u32 row, u32, u32) { to = all + u64(row) * DIM; }
+  __device__ __forceinline__ void open() const {}
   __device__ __forceinline__ void close(float (&v)[DIM / THREADS]) {
     if constexpr (DIM == HEAD_DIM)
       reinterpret_cast<uint2*>(to)[threadIdx.x] = make_uint2(bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]));
@@ -24,17 +25,14 @@ struct Keep {
 
 // Pooling and the new state; grids as of the fused kernels.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) pool4_main(const __grid_constant__ PoolParams p) {
-  wait_for_inputs();
   Keep<HEAD_DIM> keep{p.pooled};
   compress4<HEAD_DIM>(p.compress, keep);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 4) pool4_index(const __grid_constant__ PoolParams p) {
-  wait_for_inputs();
   Keep<INDEX_DIM> keep{p.pooled};
   compress4<INDEX_DIM>(p.compress, keep);
 }
 extern "C" __global__ void __launch_bounds__(HEAD_DIM, 1) pool128(const __grid_constant__ PoolParams p) {
-  wait_for_inputs();
   Keep<HEAD_DIM> keep{p.pooled};
   compress128_groups(p.compress, keep);
 }

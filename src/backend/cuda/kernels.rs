@@ -151,6 +151,7 @@ mod tests {
             "compressor",
             "hyper",
             "indexer",
+            "indexer_sm90",
             "insert",
             "linear",
             "moe",

@@ -151,18 +151,22 @@ impl Run<'_> {
         let (heads, k) = (c.index_n_heads, c.index_topk);
         let fp4 = self.rounding.index_query_fp4;
         ops::index_query(stream, &IndexQuery { q: &b.index_q, weights: &b.index_weights, turns, heads, fp4 })?;
-        let pitch = t.visible();
+        let (pitch, rounded) = (t.visible(), fp4 && self.rounding.bf16);
+        let by_hopper = ops::hopper_index(stream.gpu(), rounded, k);
         let key_ids = self.tables.pages(layer, Kind::Keys)?;
         let positions = self.tables.positions()?;
         for groups in t.slices(b.scores.len() / pitch) {
             let rows = t.rows_of(&groups);
             let scores = b.scores.slice(0..rows.len() * pitch)?;
+            let highest = b.highest.slice(0..rows.len() * ops::highest_len(pitch))?;
+            let highest = by_hopper.then_some(&highest);
             let a = Scores {
                 q: &b.index_q,
                 weights: &b.index_weights,
                 groups: &self.tables.groups(groups)?,
                 keys: self.table(&key_ids, Bucket::Index, key_ids.len() / t.sequences),
                 scores: &scores,
+                highest,
                 first_row: rows.start,
                 pitch,
                 sequences: t.sequences,
@@ -180,6 +184,7 @@ impl Run<'_> {
                 counts: &b.counts.slice(rows)?,
                 k,
                 parts: Some((&b.part_scores, &b.part_ids)),
+                highest,
             };
             ops::top_k(stream, &a)?;
         }

@@ -5,8 +5,8 @@
 
 use crate::backend::cuda::memory::{Arena, Buffer};
 use crate::backend::cuda::ops::{
-    Compressor, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, is_for_tiles, parts_len,
-    top_k_parts,
+    Compressor, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, highest_len, is_for_tiles,
+    parts_len, top_k_parts,
 };
 use crate::error::Result;
 use crate::model::config::{Config, LayerKind};
@@ -87,8 +87,9 @@ pub(super) struct Attention {
     /// `[rows, index_topk]` and `[rows]`.
     pub(super) selected: Buffer<u32>,
     pub(super) counts: Buffer<u32>,
-    /// `[score rows, visible]`, and the candidates of a top-k in several blocks.
+    /// `[score rows, visible]`, their highest `[score rows, highest_len]`, and the candidates of a top-k in several blocks.
     pub(super) scores: Buffer<f32>,
+    pub(super) highest: Buffer<u16>,
     pub(super) part_scores: Buffer<f32>,
     pub(super) part_ids: Buffer<u32>,
     /// Partial outputs and sums of split attention.
@@ -170,6 +171,7 @@ impl Attention {
             0 => 0,
             parts => (CANDIDATES * c.index_topk).max(GROUP_ROWS * parts),
         };
+        let scores = if has_index { SCORES.max(GROUP_ROWS * visible) } else { 0 };
         let split = rows.min(SPLIT_ROWS) * RUNS * c.num_attention_heads;
         let mut bf16 = |what, len| arena.take::<u16>(what, len);
         let q_lora = [
@@ -185,6 +187,7 @@ impl Attention {
             kv: bf16("KV rows", rows * HEAD_DIM)?,
             index_q: bf16("index queries", indexed * index_heads * INDEX_DIM)?,
             index_weights: bf16("index weights", indexed * index_heads)?,
+            highest: bf16("highest index scores", highest_len(scores) + indexed)?,
             low: [bf16("low-rank output", rows * low_width)?, bf16("low-rank output", rows * low_width)?],
             main: [
                 arena.take("compressor values", compressed * 2 * HEAD_DIM)?,
@@ -196,7 +199,7 @@ impl Attention {
             ],
             selected: arena.take("selected entries", indexed * c.index_topk)?,
             counts: arena.take("counts of selected entries", indexed)?,
-            scores: arena.take("index scores", if has_index { SCORES.max(GROUP_ROWS * visible) } else { 0 })?,
+            scores: arena.take("index scores", scores)?,
             part_scores: arena.take("top-k candidates", candidates)?,
             part_ids: arena.take("top-k candidates", candidates)?,
             split: arena.take("partial attention", split * HEAD_DIM)?,

@@ -131,6 +131,7 @@ pub(super) fn far_pages(lab: &mut Lab<'_>) -> Result<()> {
             groups: &groups,
             keys: world.keys.pages(&keys),
             scores: &scores,
+            highest: None,
             first_row: 0,
             pitch: visible,
             sequences: 1,
@@ -140,7 +141,13 @@ pub(super) fn far_pages(lab: &mut Lab<'_>) -> Result<()> {
             bad: None,
         };
         ops::scores(&lab.stream, &a)?;
-        results.push((lab.get(&out)?, lab.get(&scores)?));
+        let mut all = lab.get(&scores)?;
+        if ops::hopper_index(lab.gpu, true, 1) {
+            let (scores, highest) = (lab.output::<f32>(visible)?, lab.output(ops::highest_len(visible))?);
+            ops::scores(&lab.stream, &Scores { scores: &scores, highest: Some(&highest), ..a })?;
+            all.extend(lab.get(&scores)?);
+        }
+        results.push((lab.get(&out)?, all));
     }
     let wrong = different(&results[1].0, &results[0].0) + different_bits(&results[1].1, &results[0].1);
     let empty = results[0].1.iter().filter(|v| v.is_nan()).count() as f64;

@@ -11,7 +11,7 @@ use crate::backend::cuda::stream::{Event, Stream};
 use crate::backend::cuda::upload::Uploader;
 use crate::error::Result;
 use crate::model::config::Yarn;
-use crate::tensor::format::{bf16_bits, e4m3_round_trip};
+use crate::tensor::format::{bf16_bits, e4m3_round_trip, round_bf16};
 use crate::tensor::{MatrixFormat, Scales};
 
 const EPS: f32 = 1e-6;
@@ -507,21 +507,52 @@ pub(super) fn top_k(lab: &mut Lab<'_>) -> Result<()> {
         let candidates = rows.len() * ops::top_k_parts(pitch, k);
         let (values, places) = (lab.output(candidates)?, lab.output(candidates)?);
         let parts = Some((&values, &places));
-        let a =
-            TopK { scores: &d_scores, pitch, positions: Some((&d_positions, 4)), ids: &ids, counts: &taken, k, parts };
+        let positions = Some((&d_positions, 4));
+        let a = TopK { scores: &d_scores, pitch, positions, ids: &ids, counts: &taken, k, parts, highest: None };
         ops::top_k(&lab.stream, &a)?;
-        let (got, got_counts) = (lab.get(&ids)?, lab.get(&taken)?);
-        let mut wrong = 0.0;
-        for (r, row) in rows.iter().enumerate() {
-            let value = |i: u32| if row[i as usize].is_nan() { f32::NEG_INFINITY } else { row[i as usize] };
-            let mut order: Vec<u32> = (0..counts[r] as u32).collect();
-            order.sort_by(|a, b| value(*b).partial_cmp(&value(*a)).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(b)));
-            order.truncate(k);
-            order.sort_unstable();
-            wrong += different(&got[r * k..][..order.len()], &order);
-            wrong += f64::from(u8::from(got_counts[r] as usize != order.len()));
-        }
+        let wrong = wrong_choices(&rows, &counts, k, &lab.get(&ids)?, &lab.get(&taken)?);
         lab.report("top_k", format!("{k} of {pitch}, 10 kinds of rows"), wrong, 0.0);
+        if !ops::hopper_index(lab.gpu, true, k) {
+            continue;
+        }
+        // scores that are stored as bfloat16, with the highest of every 16
+        for v in rows.iter_mut().flatten() {
+            *v = round_bf16(*v);
+        }
+        let mut highest = vec![0u16; rows.len() * ops::highest_len(pitch)];
+        for ((row, highest), &n) in rows.iter().zip(highest.chunks_exact_mut(ops::highest_len(pitch))).zip(&counts) {
+            for (highest, part) in highest.iter_mut().zip(row[..n].chunks(16)) {
+                *highest = part.iter().map(|&v| rank16(v)).max().unwrap_or(0);
+            }
+        }
+        let (d_scores, highest) = (lab.put(&rows.concat())?, lab.put(&highest)?);
+        let (ids, taken) = (lab.output(ids.len())?, lab.output(taken.len())?);
+        let a = TopK { scores: &d_scores, ids: &ids, counts: &taken, highest: Some(&highest), ..a };
+        ops::top_k(&lab.stream, &a)?;
+        let wrong = wrong_choices(&rows, &counts, k, &lab.get(&ids)?, &lab.get(&taken)?);
+        lab.report("top_k by Hopper", format!("{k} of {pitch}, 10 kinds of rows"), wrong, 0.0);
     }
     Ok(())
+}
+
+/// The order of values that are bfloat16, NaN as low as minus infinity, above 0.
+fn rank16(v: f32) -> u16 {
+    let v = if v.is_nan() { f32::NEG_INFINITY } else { v + 0.0 };
+    let bits = v.to_bits();
+    ((if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }) >> 16) as u16
+}
+
+/// Entries that are not those of a sort, of rows of which `counts` values are there.
+fn wrong_choices(rows: &[Vec<f32>], counts: &[usize], k: usize, got: &[u32], got_counts: &[u32]) -> f64 {
+    let mut wrong = 0.0;
+    for (r, row) in rows.iter().enumerate() {
+        let value = |i: u32| if row[i as usize].is_nan() { f32::NEG_INFINITY } else { row[i as usize] };
+        let mut order: Vec<u32> = (0..counts[r] as u32).collect();
+        order.sort_by(|a, b| value(*b).partial_cmp(&value(*a)).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(b)));
+        order.truncate(k);
+        order.sort_unstable();
+        wrong += different(&got[r * k..][..order.len()], &order);
+        wrong += f64::from(u8::from(got_counts[r] as usize != order.len()));
+    }
+    wrong
 }

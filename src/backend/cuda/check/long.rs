@@ -111,6 +111,7 @@ fn choose(lab: &mut Lab<'_>, step: &Step, world: &World) -> Result<Selection> {
         groups: &groups,
         keys: world.keys.pages(&keys),
         scores: &scores,
+        highest: None,
         first_row: 0,
         pitch,
         sequences: 1,
@@ -124,7 +125,10 @@ fn choose(lab: &mut Lab<'_>, step: &Step, world: &World) -> Result<Selection> {
     let (ids, counts) = (lab.output(rows * k)?, lab.output(rows)?);
     let (values, places) = (lab.output(candidates)?, lab.output(candidates)?);
     let (positions, parts) = (Some((&step.d_positions, 4)), Some((&values, &places)));
-    ops::top_k(&lab.stream, &TopK { scores: &scores, pitch, positions, ids: &ids, counts: &counts, k, parts })?;
+    ops::top_k(
+        &lab.stream,
+        &TopK { scores: &scores, pitch, positions, ids: &ids, counts: &counts, k, parts, highest: None },
+    )?;
 
     let (got, ids, counts) = (lab.get(&scores)?, lab.get(&ids)?, lab.get(&counts)?);
     let (start, dim) = (position as usize, INDEX_DIM);

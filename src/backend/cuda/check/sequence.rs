@@ -441,6 +441,7 @@ fn score_rows(
         groups: &d_groups,
         keys: world.keys.pages(&keys),
         scores: &scores,
+        highest: None,
         first_row: 0,
         pitch,
         sequences: world.scenes.len(),
@@ -462,7 +463,10 @@ fn score_rows(
     lab.report("index_scores, not finite", format!("{rows} rows, {heads} heads"), f64::from(wrong), 0.0);
     let (ids, counts) = (lab.output(rows * k)?, lab.output(rows)?);
     let (positions, parts) = (Some((&step.d_positions, 4)), None);
-    ops::top_k(&lab.stream, &TopK { scores: &scores, pitch, positions, ids: &ids, counts: &counts, k, parts })?;
+    ops::top_k(
+        &lab.stream,
+        &TopK { scores: &scores, pitch, positions, ids: &ids, counts: &counts, k, parts, highest: None },
+    )?;
     let (got, got_ids, got_counts) = (lab.get(&scores)?, lab.get(&ids)?, lab.get(&counts)?);
 
     let (mut flat_got, mut flat_want, mut chosen, mut missing, mut written) = (Vec::new(), Vec::new(), 0, 0, 0);
@@ -496,5 +500,71 @@ fn score_rows(
     lab.report("index_scores, unseen keys", &shape, written as f64, 0.0);
     // scores that differ by a rounding change places near the last chosen one
     lab.report("top_k of scores, not shared", &shape, missing as f64 / chosen.max(1) as f64, 2e-2);
+    if ops::hopper_index(lab.gpu, stepwise, k) {
+        score_hopper(lab, step, &a, &groups, &got, k)?;
+    }
+    Ok(())
+}
+
+/// The kernels for Hopper against the portable ones' scores; each row alone against its group; the choice against that of
+/// the portable kernel among the same scores.
+fn score_hopper(
+    lab: &mut Lab<'_>,
+    step: &Step,
+    a: &Scores<'_>,
+    groups: &[Group],
+    portable: &[f32],
+    k: usize,
+) -> Result<()> {
+    let (rows, pitch) = (step.len(), a.pitch);
+    let alone: Vec<Group> = groups
+        .iter()
+        .flat_map(|g| {
+            (0..g.rows).map(|i| Group { first_row: g.first_row + i, rows: 1, position: g.position + i, ..*g })
+        })
+        .collect();
+    let d_alone = lab.put(&alone)?;
+    let mut runs = Vec::new();
+    for groups in [a.groups, &d_alone] {
+        let (scores, bad) = (lab.output::<f32>(rows * pitch)?, lab.put(&[0u32])?);
+        let highest = lab.output::<u16>(rows * ops::highest_len(pitch))?;
+        let a = Scores { groups, scores: &scores, bad: Some(&bad), highest: Some(&highest), ..*a };
+        ops::scores(&lab.stream, &a)?;
+        let mut wrong = f64::from(lab.get(&bad)?[0]);
+        for planted in [f32::NAN, f32::INFINITY] {
+            let mut spoiled = lab.get_bf16(a.weights)?;
+            spoiled[(rows - 1) * a.heads] = planted;
+            let (weights, scores, bad) = (lab.put_bf16(&spoiled)?, lab.output(rows * pitch)?, lab.put(&[0u32])?);
+            let highest = lab.output(rows * ops::highest_len(pitch))?;
+            let a = Scores { weights: &weights, scores: &scores, highest: Some(&highest), bad: Some(&bad), ..a };
+            ops::scores(&lab.stream, &a)?;
+            wrong += f64::from(u8::from(lab.get(&bad)?[0] == 0));
+        }
+        lab.report("index_scores by Hopper, not finite", format!("{rows} rows"), wrong, 0.0);
+        runs.push((scores, highest));
+    }
+    let (got, one) = (lab.get(&runs[0].0)?, lab.get(&runs[1].0)?);
+    let shape = format!("{rows} rows, {} heads, {} keys", a.heads, a.visible);
+    let seen = |v: &[f32]| v.iter().filter(|v| !v.is_nan()).copied().collect::<Vec<_>>();
+    let unseen = got.iter().zip(portable).filter(|(g, w)| g.is_nan() != w.is_nan()).count();
+    lab.report("index_scores by Hopper, unseen keys", &shape, unseen as f64, 0.0);
+    if unseen == 0 {
+        // sums of E2M1 products are exact in float32, hardly ever not in the accumulators of 8-bit products
+        lab.report("index_scores by Hopper", &shape, distance(&seen(&got), &seen(portable)), 1e-3);
+    }
+    lab.report("index_scores by Hopper, rows alone", &shape, different_bits(&one, &got), 0.0);
+    let (ids, counts) = (lab.output(rows * k)?, lab.output(rows)?);
+    let (want_ids, want_counts) = (lab.output(rows * k)?, lab.output(rows)?);
+    let (scores, positions) = (&runs[0].0, Some((&step.d_positions, 4)));
+    let b = TopK { scores, pitch, positions, ids: &want_ids, counts: &want_counts, k, parts: None, highest: None };
+    ops::top_k(&lab.stream, &b)?;
+    ops::top_k(&lab.stream, &TopK { ids: &ids, counts: &counts, highest: Some(&runs[0].1), ..b })?;
+    let mut wrong = different(&lab.get(&counts)?, &lab.get(&want_counts)?);
+    let (ids, want_ids) = (lab.get(&ids)?, lab.get(&want_ids)?);
+    for (row, &count) in lab.get(&want_counts)?.iter().enumerate() {
+        let chosen = row * k..row * k + count as usize;
+        wrong += different(&ids[chosen.clone()], &want_ids[chosen]);
+    }
+    lab.report("top_k by Hopper", &shape, wrong, 0.0);
     Ok(())
 }

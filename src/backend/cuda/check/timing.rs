@@ -7,9 +7,9 @@ use super::fusions;
 use crate::backend::cuda::device::Gpu;
 use crate::backend::cuda::memory::{Arena, Buffer, Plain};
 use crate::backend::cuda::ops::{
-    self, Attention, AttentionPath, Entries, ExpertFormat, Experts, Finish, Group, Grouping, HEAD_DIM, INDEX_DIM, Job,
-    KEY_BYTES, MIX_FLOATS, Output, Pages, Product, Project, ROW_BYTES, STREAMS, Sample, Scores, Sequence, Swiglu, TopK,
-    Weight,
+    self, Attention, AttentionPath, Entries, ExpertFormat, Experts, Finish, GROUP_ROWS, Group, Grouping, HEAD_DIM,
+    INDEX_DIM, Job, KEY_BYTES, MIX_FLOATS, Output, Pages, Product, Project, ROW_BYTES, STREAMS, Sample, Scores,
+    Sequence, Swiglu, TopK, Weight,
 };
 use crate::backend::cuda::stream::{Event, Stream};
 use crate::error::Result;
@@ -408,27 +408,41 @@ impl Table {
 }
 
 fn indexer(b: &mut Bench<'_>) -> Result<()> {
-    for (batch, keys) in [(1, 2048), (1, 16_384), (1, 65_536), (1, 262_144), (8, 262_144), (64, 16_384)] {
-        let heads = 64;
-        let (q, weights) = (b.bf16(batch * heads * INDEX_DIM)?, b.bf16(batch * heads)?);
-        let position = (keys * 4 - 1) as u32;
-        let groups: Vec<Group> =
-            (0..batch as u32).map(|s| Group { sequence: s, first_row: s, rows: 1, position }).collect();
-        let (groups, positions) = (b.put(&groups)?, b.put(&vec![position; batch])?);
-        let n = b.copies(batch * keys * KEY_BYTES).min(24);
-        let tables = (0..n).map(|_| Table::new(b, batch, keys / 64, 64 * KEY_BYTES)).collect::<Result<Vec<_>>>()?;
-        let (scores, ids, counts) = (b.out(batch * keys)?, b.out(batch * 512)?, b.out(batch)?);
-        let bytes = (batch * keys * (KEY_BYTES + 4)) as f64;
-        let call = |stream: &Stream, i: usize| {
+    let decoding = [(1, 2048), (1, 16_384), (1, 65_536), (1, 262_144), (8, 262_144), (64, 16_384)];
+    for (sequences, rows, keys) in decoding.into_iter().map(|(n, keys)| (n, 1, keys)).chain([(1, 512, 16_384)]) {
+        let (heads, k, all) = (64, 512, sequences * rows);
+        let (q, weights) = (b.bf16(all * heads * INDEX_DIM)?, b.bf16(all * heads)?);
+        let start = (keys * 4 - rows) as u32;
+        let mut groups = Vec::new();
+        for s in 0..sequences as u32 {
+            for first in (0..rows as u32).step_by(GROUP_ROWS) {
+                let (first_row, rows) = (s * rows as u32 + first, rows.min(GROUP_ROWS) as u32);
+                groups.push(Group { sequence: s, first_row, rows, position: start + first });
+            }
+        }
+        let positions: Vec<u32> = (0..all).map(|row| start + (row % rows) as u32).collect();
+        let (groups, positions) = (b.put(&groups)?, b.put(&positions)?);
+        let n = b.copies(sequences * keys * KEY_BYTES).min(24);
+        let tables = (0..n).map(|_| Table::new(b, sequences, keys / 64, 64 * KEY_BYTES)).collect::<Result<Vec<_>>>()?;
+        let (scores, ids, counts) = (b.out(all * keys)?, b.out(all * k)?, b.out(all)?);
+        let candidates = all * ops::top_k_parts(keys, k);
+        let (values, places) = (b.out(candidates)?, b.out(candidates)?);
+        let highest = b.out(all * ops::highest_len(keys))?;
+        let by_hopper = ops::hopper_index(b.gpu, true, k).then_some(&highest);
+        let bytes = (sequences * keys * KEY_BYTES + 4 * all * keys) as f64;
+        let flops = (2 * all * keys * heads * INDEX_DIM) as f64;
+        let shape = if rows == 1 { format!("{sequences} x {keys}") } else { format!("{rows} rows x {keys}") };
+        let score = |stream: &Stream, i: usize, highest| {
             let a = Scores {
                 q: &q,
                 weights: &weights,
                 groups: &groups,
                 keys: tables[i].pages(),
                 scores: &scores,
+                highest,
                 first_row: 0,
                 pitch: keys,
-                sequences: batch,
+                sequences,
                 heads,
                 visible: keys,
                 stepwise: true,
@@ -436,15 +450,21 @@ fn indexer(b: &mut Bench<'_>) -> Result<()> {
             };
             ops::scores(stream, &a)
         };
-        b.time(format!("index_scores, {batch} x {keys}"), bytes, 0.0, n, call)?;
-        let values = b.f32(batch * keys)?;
-        let candidates = batch * ops::top_k_parts(keys, 512);
-        let (part_values, part_ids) = (b.out(candidates)?, b.out(candidates)?);
-        b.time(format!("top_k 512, {batch} x {keys}"), (4 * batch * keys) as f64, 0.0, 10, |stream, _| {
-            let (positions, parts) = (Some((&positions, 4)), Some((&part_values, &part_ids)));
-            let a = TopK { scores: &values, pitch: keys, positions, ids: &ids, counts: &counts, k: 512, parts };
+        let choose = |stream: &Stream, highest| {
+            let (positions, parts) = (Some((&positions, 4)), Some((&values, &places)));
+            let a = TopK { scores: &scores, pitch: keys, positions, ids: &ids, counts: &counts, k, parts, highest };
             ops::top_k(stream, &a)
-        })?;
+        };
+        // the kernels that the device uses, and the portable ones if those are others
+        let kinds = [Some((by_hopper, "")), by_hopper.map(|_| (None, "portable "))];
+        for (highest, name) in kinds.into_iter().flatten() {
+            b.time(format!("{name}index_scores, {shape}"), bytes, flops, n, |s, i| score(s, i, highest))?;
+            b.time(format!("{name}top_k {k}, {shape}"), (4 * all * keys) as f64, 0.0, 10, |s, _| choose(s, highest))?;
+            b.time(format!("{name}index_scores and top_k {k}, {shape}"), bytes, flops, n, |s, i| {
+                score(s, i, highest)?;
+                choose(s, highest)
+            })?;
+        }
         b.restart()?;
     }
     Ok(())

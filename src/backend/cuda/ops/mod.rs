@@ -19,7 +19,9 @@ pub(crate) use attention::{
 };
 pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
 pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
-pub(crate) use indexer::{GROUP_ROWS, Group, IndexQuery, Scores, TopK, index_query, scores, top_k, top_k_parts};
+pub(crate) use indexer::{
+    GROUP_ROWS, Group, IndexQuery, Scores, TopK, highest_len, hopper_index, index_query, scores, top_k, top_k_parts,
+};
 pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};
 pub(crate) use moe::{
     ExpertFormat, Experts, Grouping, Product, Route, Routing, Swiglu, combine, expert_product, group, is_for_tiles,
