@@ -109,6 +109,8 @@ fn help_explains_every_option_of_every_command() {
         "--threads",
         "--chunk",
         "--batch-invariant",
+        "--gpu-bytes",
+        "--gpu-experts",
         "--cache-bytes",
         "--checkpoint-bytes",
         "--checkpoints",

@@ -70,11 +70,74 @@ fn check_half_layers(test: &str, numerics: Numerics) {
         return shared::say(&format!("SKIPPED {test}: no device (set DSV4_TEST_DEVICE)"));
     };
     let model = Model::open(folder()).expect("the model opens");
-    let halves = research::compare_halves(&model, device, numerics, &texts(&model)).expect("both compute");
+    compare(&model, device, numerics, None, &texts(&model));
+}
+
+fn compare(
+    model: &Arc<Model>,
+    device: DeviceChoice,
+    numerics: Numerics,
+    gpu_experts: Option<usize>,
+    texts: &[Vec<u32>],
+) {
+    let options = EngineOptions { device, numerics, gpu_experts, ..EngineOptions::default() };
+    let halves = research::compare_halves(model, &options, texts).expect("both compute");
     halves.layers.iter().for_each(|half| eprintln!("{numerics} {half:?}"));
     eprintln!("{numerics}: {} of {} routes differ", halves.other_routes, halves.routes);
     let failed: Vec<_> = halves.layers.iter().filter(|half| !half.passed()).collect();
     assert!(halves.passed(), "half layers beyond the rule: {failed:#?}");
+}
+
+/// Wherever the experts are: none of them on the device, a few, half, all but one.
+#[test]
+fn half_layers_are_within_the_rule_with_any_number_of_experts_on_the_device() {
+    let Some(device) = subject::device() else {
+        return shared::say("SKIPPED half layers with experts on the host: no device (set DSV4_TEST_DEVICE)");
+    };
+    let model = Model::open(folder()).expect("the model opens");
+    let (text, all) = (vec![texts(&model)[0][..RANDOM].to_vec()], model.config().n_routed_experts);
+    for experts in [0, 1, 2, all / 2, all - 1] {
+        compare(&model, device, Numerics::Reference, Some(experts), &text);
+    }
+}
+
+/// A step on the device waits for the host in each layer; prompts, single tokens and several sequences.
+#[test]
+fn a_text_has_the_same_logits_up_to_rounding_wherever_the_experts_are() {
+    let Some(device) = subject::device() else {
+        return shared::say("SKIPPED logits with experts on the host: no device (set DSV4_TEST_DEVICE)");
+    };
+    let model = Model::open(folder()).expect("the model opens");
+    let (text, all) = (texts(&model)[0][..RANDOM].to_vec(), model.config().n_routed_experts);
+    let logits = |gpu_experts| {
+        let numerics = Numerics::Kvquant;
+        let options = EngineOptions { numerics, device, gpu_experts, cache_bytes: 1 << 30, ..EngineOptions::default() };
+        let engine = Engine::new(&model, options).expect("an engine");
+        let mut session = Session::new(&engine, dsv4::SessionOptions::default()).expect("a session");
+        session.feed(&text[..text.len() - 40]).expect("a prompt");
+        let mut all = Vec::new();
+        for token in &text[text.len() - 40..] {
+            session.feed(&[*token]).expect("a token");
+            all.push(session.logits().expect("logits are kept").to_vec());
+        }
+        all
+    };
+    let whole = logits(None);
+    for experts in [0, 1, all / 2] {
+        let apart = logits(Some(experts));
+        let mut sum = 0.0;
+        for (one, other) in whole.iter().zip(&apart) {
+            let (a, b) = (logsumexp(one), logsumexp(other));
+            let terms = one.iter().zip(other).map(|(&x, &y)| {
+                let (x, y) = (f64::from(x) - a, f64::from(y) - b);
+                x.exp() * (x - y)
+            });
+            sum += terms.sum::<f64>();
+        }
+        let divergence = sum / whole.len() as f64;
+        eprintln!("{experts} of {all} experts on the device: mean divergence {divergence:.2e} nats");
+        assert!(divergence < 5e-3, "{experts} of {all} experts: {divergence} nats");
+    }
 }
 
 #[test]

@@ -113,6 +113,10 @@ type EngineOptions struct {
 	// Percent of the cache held by sessions from which on new ones are smaller, 0 is never; their context and chunk.
 	DegradedLoadPercent            uint32
 	DegradedContext, DegradedChunk uint64
+	// Most bytes of a GPU's memory; 0 is what is free.
+	GPUBytes uint64
+	// Routed experts of each layer whose weights the GPU holds, the CPU computes the others; 0 is as many as fit, -1 none.
+	GPUExperts int64
 }
 
 func (o *EngineOptions) toC(c *C.dsv4_engine_options, keep *scratch) error {

@@ -66,7 +66,7 @@ pub struct Engine {
     model: Arc<Model>,
     options: EngineOptions,
     kv_format: KvFormat,
-    cpu: Cpu,
+    cpu: Arc<Cpu>,
     tables: Tables,
     device: Device,
     cache: Arc<CacheManager>,
@@ -122,7 +122,7 @@ impl Engine {
         if options.numerics == Numerics::Exact && kv_format == KvFormat::Fp8 {
             bail!(InvalidArgument, "numerics exact has no fp8 cache: use kvquant, or a bf16 or f32 cache");
         }
-        let cpu = Cpu::new(options.threads)?;
+        let cpu = Arc::new(Cpu::new(options.threads)?);
         // the small vectors are widened now, so that a step meets no page of them for the first time
         model.weights().prepare()?;
         let tables = Tables::new(model.config());
@@ -130,7 +130,7 @@ impl Engine {
         let layout = CacheLayout::new(model.config(), kv_format);
         let identity = identity(model, &options, &layout);
         let tiers = options.tiers.is_on().then(|| Tiers::new(options.tiers.clone(), identity)).transpose()?;
-        let device = Device::open(model, &options, &layout, progress)?;
+        let device = Device::open(&cpu, model, &options, &layout, progress)?;
         let memory = device.memory();
         let limit = memory.as_ref().map_or(options.cache_limit(), |memory| memory.len());
         options.prefill_chunk = device.rows(options.prefill_chunk);
@@ -332,6 +332,7 @@ impl Engine {
 impl Device {
     #[cfg(feature = "cuda")]
     fn open(
+        cpu: &Arc<Cpu>,
         model: &Arc<Model>,
         options: &EngineOptions,
         layout: &CacheLayout,
@@ -340,13 +341,14 @@ impl Device {
         match options.device {
             DeviceChoice::Cpu => Ok(Self::Cpu),
             DeviceChoice::Cuda(n) => {
-                Ok(Self::Gpu(Box::new(gpu::GpuEngine::open(n, model, options, layout, progress)?)))
+                Ok(Self::Gpu(Box::new(gpu::GpuEngine::open(n, cpu, model, options, layout, progress)?)))
             }
         }
     }
 
     #[cfg(not(feature = "cuda"))]
     fn open(
+        _: &Arc<Cpu>,
         _: &Arc<Model>,
         _: &EngineOptions,
         _: &CacheLayout,

@@ -111,6 +111,11 @@ pub struct EngineOptions {
     /// Most bytes of cache pages, sessions and reusable prefixes together; 0 takes a quarter of the machine's memory, or
     /// half of what weights and step leave of a GPU's. A GPU's pages are allocated when the engine is made.
     pub cache_bytes: u64,
+    /// Most bytes of a GPU's memory, weights, steps and cache together; 0 takes what is free.
+    pub gpu_bytes: u64,
+    /// Routed experts of each layer whose weights are on the GPU; the CPU computes the others, from the mapped checkpoint.
+    /// `None` takes as many as fit.
+    pub gpu_experts: Option<usize>,
     /// Most bytes of checkpoints kept for prefix reuse, within `cache_bytes`; 0 takes a quarter of those.
     pub checkpoint_bytes: u64,
     /// Where checkpoints are kept.
@@ -137,6 +142,8 @@ impl Default for EngineOptions {
             prefill_chunk: 0,
             batch_invariant: false,
             cache_bytes: 0,
+            gpu_bytes: 0,
+            gpu_experts: None,
             checkpoint_bytes: 0,
             checkpoints: CheckpointPolicy::Boundary,
             prefix_salt: String::new(),

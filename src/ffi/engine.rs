@@ -175,6 +175,11 @@ pub struct dsv4_engine_options {
     pub degraded_context: u64,
     /// Most tokens that such a session has in a step, at least 1. Without `degraded_load_percent` it means nothing.
     pub degraded_chunk: u64,
+    /// Most bytes of a GPU's memory, weights, steps and cache together; 0, the default, is what is free.
+    pub gpu_bytes: u64,
+    /// Routed experts of each layer whose weights the GPU holds; the CPU computes the others from the mapped checkpoint while
+    /// the GPU does its share. 0, the default, is as many as fit, -1 is none.
+    pub gpu_experts: i64,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -213,6 +218,8 @@ impl Options for dsv4_engine_options {
             degraded_load_percent: 0,
             degraded_context: 0,
             degraded_chunk: 0,
+            gpu_bytes: rust.gpu_bytes,
+            gpu_experts: 0,
         }
     }
 }
@@ -361,6 +368,18 @@ pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions
         batch_invariant: flag(options.batch_invariant, "batch_invariant")?,
         when_full: choice(options.when_full, "when_full", &WHEN_FULL, |w| w as i32)?.unwrap_or_default(),
         degraded: degraded(options)?,
+        gpu_bytes: options.gpu_bytes,
+        gpu_experts: match options.gpu_experts {
+            0 => None,
+            -1 => Some(0),
+            n => match usize::try_from(n) {
+                Ok(n) => Some(n),
+                Err(_) => bail!(
+                    InvalidArgument,
+                    "gpu_experts is {n}; a number of experts, 0 for as many as fit, or -1 for none"
+                ),
+            },
+        },
     })
 }
 

@@ -27,7 +27,7 @@ void stub_fail(long nth, int status, int fault) {
     broken = 0;
 }
 long stub_calls(void) { return calls; }
-/* Objects that were made and not given back, contexts pushed and not popped, allocations so far, bytes held. */
+/* Objects that were made and not given back, contexts pushed and not popped, allocations so far, bytes of device memory held. */
 long stub_live(void) { return live; }
 long stub_depth(void) { return depth; }
 long stub_allocations(void) { return allocations; }
@@ -71,14 +71,15 @@ int cuCtxPushCurrent_v2(void *context) { CALL; (void)context; depth++; return 0;
 int cuCtxPopCurrent_v2(void **context) { *context = NULL; depth--; DONE; }
 
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { CALL; *free_bytes = room - held, *total = room; return 0; }
-static int allocate(void **out, size_t bytes) {
+/* `counted`: bytes of the device's room; host memory is not among them. */
+static int allocate(void **out, size_t bytes, size_t counted) {
     CALL;
-    if (bytes > room - held) return 2;
+    if (counted > room - held) return 2;
     size_t *block = calloc(1, bytes + 256);
     if (!block) return 2;
-    *block = bytes;
+    *block = counted;
     *out = (char *)block + 256;
-    held += bytes;
+    held += counted;
     live++;
     allocations++;
     return 0;
@@ -92,12 +93,12 @@ static int release(void *memory) {
 }
 int cuMemAlloc_v2(address *out, size_t bytes) {
     void *memory = NULL;
-    int status = allocate(&memory, bytes);
+    int status = allocate(&memory, bytes, bytes);
     *out = (address)memory;
     return status;
 }
 int cuMemFree_v2(address memory) { return release((void *)memory); }
-int cuMemHostAlloc(void **out, size_t bytes, unsigned flags) { (void)flags; return allocate(out, bytes); }
+int cuMemHostAlloc(void **out, size_t bytes, unsigned flags) { (void)flags; return allocate(out, bytes, 0); }
 int cuMemFreeHost(void *memory) { return release(memory); }
 int cuMemcpyHtoDAsync_v2(address to, const void *from, size_t n, void *s) { CALL; (void)s; memcpy((void *)to, from, n); return 0; }
 int cuMemcpyDtoHAsync_v2(void *to, address from, size_t n, void *s) { CALL; (void)s; memcpy(to, (void *)from, n); return 0; }

@@ -137,32 +137,40 @@ fn use_it(engine: &Arc<Engine>) -> Result<()> {
     Ok(())
 }
 
+/// Five of eight experts are the host's.
+fn shared_out() -> EngineOptions {
+    EngineOptions { gpu_experts: Some(3), ..options() }
+}
+
 /// Pitfall 67: memory is refused at every call of the driver, one after another.
 #[test]
 fn memory_refused_by_the_driver_at_any_call_is_that_error_and_nothing_is_left() {
     on_stub("memory_refused_by_the_driver_at_any_call_is_that_error_and_nothing_is_left", |stub| {
         let model = Model::open(folder()).unwrap();
-        let all = || Engine::new(&model, options()).and_then(|engine| use_it(&engine));
-        stub.fail(0, 0);
-        all().unwrap();
-        let calls = stub.calls();
-        assert!(calls > 1000 && stub.is_clean(), "{calls} calls");
-        let mut stages = BTreeSet::new();
-        // those that make things are few and come first or between many alike
-        for nth in (1..150).chain((150..=calls).step_by(7)) {
-            stub.fail(nth, OUT_OF_MEMORY);
-            // an object that is freed when its context cannot be entered is freed all the same
-            let result = all();
-            assert!(stub.is_clean(), "call {nth} left something behind: {result:?}");
-            if let Err(error) = result {
-                assert_eq!(error.kind(), ErrorKind::OutOfMemory, "call {nth}: {error}");
-                stages.insert(error.message().split([':', '(']).next().unwrap().to_owned());
+        for (options, stride) in [(options(), 7), (shared_out(), 29)] {
+            let all = || Engine::new(&model, options.clone()).and_then(|engine| use_it(&engine));
+            stub.fail(0, 0);
+            let before = stub.calls();
+            all().unwrap();
+            let calls = stub.calls() - before;
+            assert!(calls > 1000 && stub.is_clean(), "{calls} calls");
+            let mut stages = BTreeSet::new();
+            // those that make things are few and come first or between many alike
+            for nth in (1..150).chain((150..=calls).step_by(stride)) {
+                stub.fail(nth, OUT_OF_MEMORY);
+                // an object that is freed when its context cannot be entered is freed all the same
+                let result = all();
+                assert!(stub.is_clean(), "call {nth} left something behind: {result:?}");
+                if let Err(error) = result {
+                    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "call {nth}: {error}");
+                    stages.insert(error.message().split([':', '(']).next().unwrap().to_owned());
+                }
             }
+            stub.fail(0, 0);
+            all().unwrap();
+            eprintln!("{calls} calls, stages: {stages:#?}");
+            assert!(stages.len() > 20, "{stages:#?}");
         }
-        stub.fail(0, 0);
-        all().unwrap();
-        eprintln!("{calls} calls, stages: {stages:#?}");
-        assert!(stages.len() > 20, "{stages:#?}");
     });
 }
 
@@ -172,39 +180,79 @@ fn memory_refused_by_the_driver_at_any_call_is_that_error_and_nothing_is_left() 
 fn a_fault_at_any_call_of_a_step_poisons_the_engine_with_its_stage() {
     on_stub("a_fault_at_any_call_of_a_step_poisons_the_engine_with_its_stage", |stub| {
         let model = Model::open(folder()).unwrap();
-        let opened = || {
-            stub.fail(0, 0);
-            Engine::new(&model, options()).unwrap()
-        };
-        let engine = opened();
-        let before = stub.calls();
-        use_it(&engine).unwrap();
-        let calls = stub.calls() - before;
-        drop(engine);
-        let mut stages = BTreeSet::new();
-        for nth in (1..=calls).step_by(3) {
+        for (options, stride, kernels) in [
+            (options(), 3, ["attend", "linear", "expert", "window_commit"]),
+            (shared_out(), 13, ["attend", "linear", "divide", "combine_all"]),
+        ] {
+            let opened = || {
+                stub.fail(0, 0);
+                Engine::new(&model, options.clone()).unwrap()
+            };
             let engine = opened();
-            stub.fail(nth, ILLEGAL_ADDRESS);
-            let first = use_it(&engine);
-            let Err(error) = first else { continue };
-            let again = use_it(&engine).unwrap_err();
-            assert!(stub.is_hosts_own(), "call {nth}");
-            // entering the context is no stage of the device's: the next that is poisons it
-            if error.kind() == ErrorKind::Poisoned {
-                stages.insert(error.message().split(':').next().unwrap().to_owned());
-                assert_eq!(again.kind(), ErrorKind::Poisoned, "call {nth}: {again}");
-                assert!(again.message().contains(error.message()), "call {nth}: {again}, not {error}");
-            }
+            let before = stub.calls();
+            use_it(&engine).unwrap();
+            let calls = stub.calls() - before;
             drop(engine);
-            assert!(stub.is_clean(), "call {nth} left something behind");
+            let mut stages = BTreeSet::new();
+            for nth in (1..=calls).step_by(stride) {
+                let engine = opened();
+                stub.fail(nth, ILLEGAL_ADDRESS);
+                let first = use_it(&engine);
+                let Err(error) = first else { continue };
+                let again = use_it(&engine).unwrap_err();
+                assert!(stub.is_hosts_own(), "call {nth}");
+                // entering the context is no stage of the device's: the next that is poisons it
+                if error.kind() == ErrorKind::Poisoned {
+                    stages.insert(error.message().split(':').next().unwrap().to_owned());
+                    assert_eq!(again.kind(), ErrorKind::Poisoned, "call {nth}: {again}");
+                    assert!(again.message().contains(error.message()), "call {nth}: {again}, not {error}");
+                }
+                drop(engine);
+                assert!(stub.is_clean(), "call {nth} left something behind");
+            }
+            eprintln!("{calls} calls, stages: {stages:#?}");
+            for kernel in kernels {
+                assert!(stages.iter().any(|stage| stage.starts_with(kernel)), "{kernel} in {stages:#?}");
+            }
+            stub.fail(0, 0);
+            let engine = opened();
+            use_it(&engine).unwrap();
         }
-        eprintln!("{calls} calls, stages: {stages:#?}");
-        for kernel in ["attend", "linear", "expert", "window_commit"] {
-            assert!(stages.iter().any(|stage| stage.starts_with(kernel)), "{kernel} in {stages:#?}");
+    });
+}
+
+/// What the plan says is what is allocated, for any number of experts on the device.
+#[test]
+fn as_many_experts_as_a_budget_has_room_for_are_placed_and_no_byte_more_is_allocated() {
+    on_stub("as_many_experts_as_a_budget_has_room_for_are_placed_and_no_byte_more_is_allocated", |stub| {
+        const RESERVE: u64 = 512 << 20;
+        let model = Model::open(folder()).unwrap();
+        let held = |options: EngineOptions| {
+            let engine = Engine::new(&model, options).unwrap();
+            let opened = stub.held();
+            use_it(&engine).unwrap();
+            assert_eq!(stub.held(), opened, "steps allocate nothing");
+            drop(engine);
+            assert!(stub.is_clean());
+            opened as u64
+        };
+        let bytes = [0, 1, 4, 7, 8].map(|experts| held(EngineOptions { gpu_experts: Some(experts), ..options() }));
+        eprintln!("device memory with 0, 1, 4, 7 and 8 experts: {bytes:?}");
+        let one = bytes[1] - bytes[0];
+        assert!(one > 0 && bytes[2] - bytes[0] == 4 * one && bytes[3] - bytes[0] == 7 * one, "{bytes:?}");
+        assert_eq!(held(options()), bytes[4], "all fit");
+        for (budget, expected) in [(bytes[2] + one / 2, bytes[2]), (bytes[3], bytes[3]), (bytes[0], bytes[0])] {
+            let got = held(EngineOptions { gpu_bytes: budget + RESERVE, ..options() });
+            assert_eq!(got, expected, "a budget of {budget} bytes and the reserve");
         }
-        stub.fail(0, 0);
-        let engine = opened();
-        use_it(&engine).unwrap();
+        let refused = |options| Engine::new(&model, options).err().unwrap();
+        let small = refused(EngineOptions { gpu_bytes: RESERVE + 4096, ..options() });
+        assert_eq!(small.kind(), ErrorKind::OutOfMemory);
+        assert!(small.message().contains(&(RESERVE + 4096).to_string()), "{small}");
+        let many = refused(EngineOptions { gpu_experts: Some(9), ..options() });
+        assert_eq!(many.kind(), ErrorKind::InvalidArgument);
+        assert!(many.message().contains("gpu_experts is 9") && many.message().contains("8 experts"), "{many}");
+        assert!(stub.is_clean());
     });
 }
 

@@ -57,6 +57,14 @@ pub(crate) struct EngineArgs {
     #[arg(long)]
     batch_invariant: bool,
 
+    /// Most of a GPU's memory to use, weights and cache together, such as 24G; 0 is all that is free
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    gpu_bytes: u64,
+
+    /// Routed experts of each layer that the GPU holds; the CPU computes the others [default: as many as fit]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>)]
+    gpu_experts: Option<usize>,
+
     #[command(flatten)]
     cache: CacheArgs,
 }
@@ -227,6 +235,8 @@ impl EngineArgs {
             prefill_chunk: self.chunk as usize,
             batch_invariant: self.batch_invariant,
             cache_bytes: self.cache.cache_bytes,
+            gpu_bytes: self.gpu_bytes,
+            gpu_experts: self.gpu_experts,
             checkpoint_bytes: self.cache.checkpoint_bytes,
             checkpoints: self.cache.checkpoints,
             prefix_salt: self.cache.salt.clone(),

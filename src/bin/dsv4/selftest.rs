@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use dsv4::backend::cuda::{SelfTestOptions, self_test, timings};
 use dsv4::backend::{cuda_devices, cuda_kernels};
-use dsv4::{DeviceChoice, ErrorKind, Model, Numerics, TokenId, research};
+use dsv4::{DeviceChoice, EngineOptions, ErrorKind, Model, Numerics, TokenId, research};
 use serde_json::json;
 
 use crate::failure::{Failure, Result};
@@ -140,7 +140,8 @@ fn halves(args: &Args, model: &Arc<Model>, numerics: Numerics, seed: u64) -> Res
     let vocab = model.config().vocab_size as u64;
     let id = |i: u64| ((i + seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 24) % vocab;
     let text: Vec<TokenId> = (0..args.tokens).map(|i| id(i) as TokenId).collect();
-    let halves = research::compare_halves(model, args.device, numerics, &[text])?;
+    let options = EngineOptions { device: args.device, numerics, ..EngineOptions::default() };
+    let halves = research::compare_halves(model, &options, &[text])?;
     let verdict = |passed| if passed { "ok" } else { "FAILED" };
     for half in &halves.layers {
         if args.quiet && half.passed() {

@@ -165,7 +165,7 @@ impl GpuEngine {
         let config = self.model.config();
         let mut queue = self.queue();
         let super::Queue { stream, scratch, .. } = &mut *queue;
-        let scratch = Scratch::new(scratch, config, Size { rows: 1, visible: 1 })?;
+        let scratch = Scratch::new(scratch, config, Size { rows: 1, visible: 1, is_shared_out: false })?;
         stream.write(&scratch.hidden, hidden)?;
         stream.read(&head_product(stream, config, &self.weights, &scratch, 1)?)
     }

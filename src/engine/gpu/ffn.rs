@@ -1,14 +1,23 @@
 //! The mixture-of-experts half of a layer on the device: `model/deepseek_v4/ffn.rs` with the backend's operations.
 
+use super::host::HostExperts;
 use super::step::Run;
 use super::weights::Route as Routing;
 use crate::backend::cuda::memory::Buffer;
-use crate::backend::cuda::ops::{self, Experts, Job, Output, Product, Route, Swiglu, Weight};
+use crate::backend::cuda::ops::{self, CombineAll, Experts, Job, Output, Product, Route, Swiglu, Weight};
 use crate::error::Result;
 
 impl Run<'_> {
     /// `scratch.output` from `scratch.input` and its quantised copy.
-    pub(super) fn ffn(&self, layer: usize) -> Result<()> {
+    pub(super) fn ffn(&mut self, layer: usize) -> Result<()> {
+        // the host's part of the layer, for as long as the rest of the step is only read
+        let mut host = self.experts.take();
+        let result = self.ffn_with(layer, host.as_deref_mut());
+        self.experts = host;
+        result
+    }
+
+    fn ffn_with(&self, layer: usize, mut host: Option<&mut HostExperts>) -> Result<()> {
         let (c, w, b) = (self.config, &self.weights.layers[layer].ffn, &self.scratch.ffn);
         let (d, inter, top_k, rows) = (c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok, self.rows);
         let (plain, x, workspace) = (&self.scratch.input, self.quantised_input(), Some(&self.scratch.workspace));
@@ -33,13 +42,19 @@ impl Run<'_> {
             logits: &b.logits,
             routing,
             tokens: &tokens,
-            ids: &b.groups.ids,
+            ids: &b.ids,
             weights: &b.weights,
             experts: c.n_routed_experts,
             top_k,
             scale: c.routed_scaling_factor,
         };
         ops::route(self.stream, &route)?;
+        if let Some(here) = &w.here {
+            ops::divide(self.stream, &b.ids, &here.flags, &b.groups.ids)?;
+            if let Some(host) = &mut host {
+                host.ask(self.stream, &b.ids, &b.weights, x)?;
+            }
+        }
         ops::group(self.stream, &b.groups)?;
 
         let product = |matrices: &[Experts<'_>], rows, cols, x, top_k, y: &Buffer<u16>, beside| {
@@ -61,7 +76,12 @@ impl Run<'_> {
         let (x, y) = (&b.shared_active, Output::Bf16(b.shared.clone()));
         let job = Job { weight, first_row: 0, rows: d, cols: inter, x, x_stride: inter, y, y_stride: d };
         product(&[w.w2.experts()], d, inter, &b.active, None, &b.routed, Some((job, workspace)))?;
-        let places = (&b.groups.places, &b.groups.used()?);
-        ops::combine(self.stream, &b.routed, &b.shared, places, &self.scratch.output, d)
+        let (routed, shared, places, out) = (&b.routed, &b.shared, &b.groups.places, &self.scratch.output);
+        let (Some(here), Some(host)) = (&w.here, host) else {
+            return ops::combine(self.stream, routed, shared, (places, &b.groups.used()?), out, d);
+        };
+        host.answer(self.stream, layer, &here.list, rows, routed)?;
+        let experts = c.n_routed_experts;
+        ops::combine_all(self.stream, &CombineAll { routed, shared, ids: &b.ids, places, out, width: d, experts })
     }
 }

@@ -6,6 +6,7 @@
 mod attention;
 mod choices;
 mod ffn;
+mod host;
 mod plan;
 mod probe;
 mod rollback;
@@ -18,6 +19,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::alloc;
+use crate::backend::cpu::Cpu;
 use crate::backend::cpu::rope::frequencies;
 use crate::backend::cuda::device::Gpu;
 use crate::backend::cuda::memory::{Arena, Buffer, Pinned};
@@ -32,6 +34,7 @@ use crate::model::{Model, Rounding};
 use crate::tensor::format::bf16_value;
 
 use self::choices::{Choices, deliver};
+use self::host::HostExperts;
 use self::plan::Plan;
 use self::scratch::{LOGIT_ROWS, Scratch, Size};
 use self::step::{PageBuffer, Run, Side};
@@ -76,6 +79,8 @@ struct Queue {
     /// What the page tables on the device were made from.
     resident: Option<PagesKey>,
     graphs: Graphs,
+    /// What computes the experts that are not on the device.
+    experts: Option<HostExperts>,
     /// Where a step leaves its flag and tokens, and what the host wants of a few rows: logits, or hidden states.
     host: [Pinned; 2],
 }
@@ -104,6 +109,7 @@ impl GpuEngine {
     /// weights, step and cache beside the free ones; those of the checkpoint; that of `progress`, which ends the upload.
     pub(super) fn open(
         ordinal: u32,
+        cpu: &Arc<Cpu>,
         model: &Arc<Model>,
         options: &EngineOptions,
         layout: &CacheLayout,
@@ -117,7 +123,9 @@ impl GpuEngine {
         let mut uploader = Uploader::new(&gpu, UPLOAD_BYTES)?;
         let mut report = |done| progress(done, plan.weights);
         let upload = Some(Upload { uploader: &mut uploader, progress: &mut report });
-        let weights = DeviceWeights::place(model.weights(), &mut Placer { arena: &mut arena, upload, done: 0 })?;
+        let experts = plan.experts;
+        let weights =
+            DeviceWeights::place(model.weights(), &mut Placer { arena: &mut arena, experts, upload, done: 0 })?;
         uploader.finish()?;
         drop(uploader);
         progress(plan.weights, plan.weights)?;
@@ -146,10 +154,14 @@ impl GpuEngine {
         let host = [Pinned::new(&gpu, outcome)?, Pinned::new(&gpu, values)?];
         let on_the_way = Pinned::new(&gpu, words.bytes())?;
         let (one_stream, resident) = (false, None);
-        let queue = Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, host };
+        let rounding = Rounding::from(options.numerics);
+        let experts = (plan.experts < config.n_routed_experts)
+            .then(|| HostExperts::new(&gpu, cpu, model, rounding, plan.rows))
+            .transpose()?;
+        let queue = Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, experts, host };
         Ok(Self {
             model: Arc::clone(model),
-            rounding: Rounding::from(options.numerics),
+            rounding,
             batch_invariant: options.batch_invariant,
             weights,
             frequencies: [plain, yarn],
@@ -243,12 +255,13 @@ impl GpuEngine {
     }
 
     /// Rows of the captured step that takes `segments`, if there can be one: the next power of two, where the last ones are
-    /// idle. Each sequence has one new token then, which need not be taken back.
+    /// idle. Each sequence has one new token then, which need not be taken back, and nothing waits for the host.
     fn captured_rows(&self, segments: &[Segment<'_>]) -> Option<usize> {
         let decodes = segments.iter().all(|s| s.tokens.len() == 1 && s.staged.kept() == 0);
         let rows = segments.len().next_power_of_two().min(self.plan.rows);
         let fits = segments.len() <= rows && rows <= LOGIT_ROWS && rows * pitch(segments) <= self.plan.table_blocks;
-        (decodes && fits && !self.gpu.is_careful()).then_some(rows)
+        let is_whole = self.plan.experts == self.model.config().n_routed_experts;
+        (decodes && fits && is_whole && !self.gpu.is_careful()).then_some(rows)
     }
 
     /// Queues work for the rows of `segments`, filled up to `captured` ones if that is given, and waits for it, however it
@@ -273,7 +286,8 @@ impl GpuEngine {
         if tables.words.len() > self.plan.small_words {
             bail!(InvalidArgument, "a step of {} sequences: too many for its tables", segments.len());
         }
-        let Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, host } = &mut *queue;
+        let Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, experts, host } =
+            &mut *queue;
         stream.write_later(&words.slice(0..tables.words.len())?, &tables.words, on_the_way, 0)?;
         if resident.as_ref() != Some(&key) {
             *resident = None;
@@ -284,7 +298,11 @@ impl GpuEngine {
             *resident = Some(key);
         }
         let config = self.model.config();
-        let scratch = Scratch::new(scratch, config, Size { rows: count, visible: tables.visible() })?;
+        let scratch = Scratch::new(
+            scratch,
+            config,
+            Size { rows: count, visible: tables.visible(), is_shared_out: experts.is_some() },
+        )?;
         let mut run = Run {
             stream,
             side: (!*one_stream).then_some(side),
@@ -297,6 +315,7 @@ impl GpuEngine {
             tables: tables.on(words),
             choices,
             graphs: Some(graphs),
+            experts: experts.as_mut(),
             host: Some(host),
             rows: count,
             at: 0,

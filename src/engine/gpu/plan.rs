@@ -17,6 +17,8 @@ use crate::model::{Model, Numerics};
 const ROWS: usize = 2048;
 /// Tokens of a step whose attention always cuts keys; its workspace is large.
 const INVARIANT_ROWS: usize = super::scratch::SPLIT_ROWS;
+/// Of what dense weights and steps leave, the cache has this part before experts get any, where not all fit.
+const CACHE_SHARE: u64 = 8;
 /// Left to the driver, to kernels' stacks and to other programs.
 const RESERVE: u64 = 512 << 20;
 /// The two frequency tables.
@@ -31,6 +33,8 @@ const TABLE_BLOCKS: usize = 16_384;
 pub(super) struct Plan {
     /// Weights, as stored.
     pub(super) weights: u64,
+    /// Experts of each layer among them.
+    pub(super) experts: usize,
     /// Memory of the largest step.
     pub(super) step: u64,
     /// Tables of rows, sequences and pages.
@@ -54,9 +58,11 @@ impl Plan {
     /// The plan for what is free on `gpu` now.
     pub(super) fn new(gpu: &Gpu, model: &Model, options: &EngineOptions, layout: &CacheLayout) -> Result<Self> {
         let config = model.config();
-        let mut arena = Arena::counting();
-        DeviceWeights::place(model.weights(), &mut Placer { arena: &mut arena, upload: None, done: 0 })?;
-        let weights = arena.used();
+        let weights_with = |experts: usize| -> Result<u64> {
+            let mut arena = Arena::counting();
+            DeviceWeights::place(model.weights(), &mut Placer { arena: &mut arena, experts, upload: None, done: 0 })?;
+            Ok(arena.used())
+        };
         let rows = match (options.prefill_chunk, options.batch_invariant) {
             (0, false) => ROWS,
             (0, true) => INVARIANT_ROWS,
@@ -66,7 +72,7 @@ impl Plan {
         let mut arena = Arena::counting();
         let positions = config.max_position_embeddings;
         let blocks = table_blocks(positions.div_ceil(BLOCK_TOKENS));
-        Scratch::new(&mut arena, config, Size { rows, visible: blocks * BLOCK_TOKENS / 4 })?;
+        Scratch::new(&mut arena, config, Size { rows, visible: blocks * BLOCK_TOKENS / 4, is_shared_out: true })?;
         let step = arena.used();
 
         let small_words = small_words(layout, rows);
@@ -75,21 +81,41 @@ impl Plan {
         let tables = FREQUENCY_BYTES + 4 * (small_words + page_words) as u64;
 
         let (free, total) = gpu.memory()?;
-        let fixed = weights + step + tables + RESERVE;
-        let refused = |what: &str, bytes: u64| {
+        let budget = if options.gpu_bytes == 0 { free } else { free.min(options.gpu_bytes) };
+        let beside = step + tables + RESERVE;
+        let refused = |what: &str, bytes: u64, weights: u64| {
             Error::new(
                 ErrorKind::OutOfMemory,
                 format!(
-                    "{what}: {bytes} bytes do not fit on {} ({free} of {total} bytes are free): {weights} bytes of weights, \
-                     {step} for steps of {rows} tokens (prefill_chunk), {RESERVE} left alone",
+                    "{what}: {bytes} bytes do not fit on {} ({free} of {total} bytes are free, {budget} may be used): {weights} \
+                     bytes of weights, {step} for steps of {rows} tokens (prefill_chunk), {RESERVE} left alone",
                     gpu.limits().name
                 ),
             )
         };
-        let room = free.checked_sub(fixed).ok_or_else(|| refused("the model", fixed))?;
-        let wanted = if options.cache_bytes == 0 { room / 2 } else { options.cache_bytes };
+        let (dense, all) = (weights_with(0)?, config.n_routed_experts);
+        let experts = match options.gpu_experts {
+            Some(experts) if experts > all => {
+                bail!(InvalidArgument, "gpu_experts is {experts}; a layer has {all} experts")
+            }
+            Some(experts) => experts,
+            None => {
+                let room = budget.saturating_sub(dense + beside);
+                let cache = if options.cache_bytes == 0 { room / CACHE_SHARE } else { options.cache_bytes };
+                fitting(all, room.saturating_sub(cache), |experts| Ok(weights_with(experts)? - dense))?
+            }
+        };
+        let weights = if experts == 0 { dense } else { weights_with(experts)? };
+        let fixed = weights + beside;
+        let room = budget.checked_sub(fixed).ok_or_else(|| refused("the model", fixed, weights))?;
+        let wanted = match options.cache_bytes {
+            // what is left over serves nobody else
+            0 if options.gpu_experts.is_none() && experts < all => room,
+            0 => room / 2,
+            bytes => bytes,
+        };
         if wanted > room {
-            return Err(refused("cache_bytes", wanted));
+            return Err(refused("cache_bytes", wanted, weights));
         }
         let slab = layout.slab_bytes();
         let cache = wanted / slab * slab;
@@ -99,8 +125,26 @@ impl Plan {
                 "a cache of {wanted} bytes; on a GPU it grows by {slab} bytes, so at least that many"
             );
         }
-        Ok(Self { weights, step, tables, small_words, table_blocks, cache, rows })
+        Ok(Self { weights, experts, step, tables, small_words, table_blocks, cache, rows })
     }
+}
+
+/// The largest number of `all` experts a layer whose bytes fit into `room`.
+fn fitting(all: usize, room: u64, bytes: impl Fn(usize) -> Result<u64>) -> Result<usize> {
+    if bytes(all)? <= room {
+        return Ok(all);
+    }
+    // `low` fits, `high` does not
+    let (mut low, mut high) = (0, all);
+    while high - low > 1 {
+        let middle = low.midpoint(high);
+        if bytes(middle)? <= room {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    Ok(low)
 }
 
 /// Words of the tables of rows and sequences in the largest step of `rows` tokens.

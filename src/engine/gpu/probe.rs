@@ -268,7 +268,7 @@ fn record_selection(run: &Run<'_>, layer: usize, segments: &[Segment<'_>], probe
 
 fn record_ffn(run: &Run<'_>, layer: usize, probe: &mut Probe) -> Result<()> {
     let (b, top_k) = (&run.scratch.ffn, run.config.num_experts_per_tok);
-    let ids: Vec<f32> = run.stream.read(&b.groups.ids)?.into_iter().map(|id| id as f32).collect();
+    let ids: Vec<f32> = run.stream.read(&b.ids)?.into_iter().map(|id| id as f32).collect();
     probe.record(layer, "router_ids", &[run.rows, top_k], &ids);
     probe.record(layer, "router_weights", &[run.rows, top_k], &run.stream.read(&b.weights)?);
     probe.record(layer, "ffn_out", &[run.rows, run.config.hidden_size], &read_bf16(run, &run.scratch.output)?);

@@ -36,6 +36,8 @@ pub(super) struct Size {
     pub(super) rows: usize,
     /// Bound of the compressed entries of ratio 4 that any row sees, at least 1.
     pub(super) visible: usize,
+    /// Whether the host computes some experts.
+    pub(super) is_shared_out: bool,
 }
 
 /// Buffers of a step.
@@ -103,7 +105,8 @@ pub(super) struct Attention {
 pub(super) struct Ffn {
     /// `[rows, experts]`.
     pub(super) logits: Buffer<f32>,
-    /// `[rows, top_k]`.
+    /// `[rows, top_k]`: the router's choice, of which the grouping may have the device's part alone.
+    pub(super) ids: Buffer<u32>,
     pub(super) weights: Buffer<f32>,
     pub(super) groups: Grouping,
     /// Inputs of the experts as Hopper's kernels read them.
@@ -130,8 +133,8 @@ impl Scratch {
         let logit_rows = rows.min(LOGIT_ROWS);
         let kinds = [Compressor::Main4, Compressor::Index4, Compressor::Main128];
         let undo_state = kinds.map(|kind| kind.state_pages() * kind.page_bytes()).into_iter().max().unwrap_or(0);
-        let (attention, ffn) =
-            arena.overlap(|arena| Attention::new(arena, c, size), |arena| Ffn::new(arena, c, rows))?;
+        let (attention, ffn) = arena
+            .overlap(|arena| Attention::new(arena, c, size), |arena| Ffn::new(arena, c, rows, size.is_shared_out))?;
         let outcome = arena.take("a flag and tokens", 1 + LOGIT_ROWS)?;
         let mut bf16 = |what, len| arena.take::<u16>(what, len);
         Ok(Self {
@@ -209,13 +212,15 @@ impl Attention {
 }
 
 impl Ffn {
-    fn new(arena: &mut Arena, c: &Config, rows: usize) -> Result<Self> {
+    fn new(arena: &mut Arena, c: &Config, rows: usize, is_shared_out: bool) -> Result<Self> {
         let (d, inter, places) = (c.hidden_size, c.moe_intermediate_size, rows * c.num_experts_per_tok);
         let ids = arena.take("expert ids", places)?;
-        let groups = Grouping::new(arena, ids, c.n_routed_experts)?;
+        let own = if is_shared_out { arena.take("expert ids of the device", places)? } else { Buffer::clone(&ids) };
+        let groups = Grouping::new(arena, own, c.n_routed_experts)?;
         let in_tiles = is_for_tiles(rows, places, c.n_routed_experts);
         let images = if in_tiles { groups.images_len(d.max(inter)) } else { 0 };
         Ok(Self {
+            ids,
             logits: arena.take("router logits", rows * c.n_routed_experts)?,
             weights: arena.take("expert weights", places)?,
             groups,

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use super::choices::Choices;
+use super::host::HostExperts;
 use super::scratch::Scratch;
 use super::tables::{Kind, OnDevice};
 use super::weights::{DeviceWeights, Hyper};
@@ -53,6 +54,8 @@ pub(super) struct Run<'a> {
     pub(super) host: Option<&'a mut [Pinned; 2]>,
     /// Captured steps, for those that want them.
     pub(super) graphs: Option<&'a mut super::Graphs>,
+    /// What computes the experts that are not on the device.
+    pub(super) experts: Option<&'a mut HostExperts>,
     pub(super) rows: usize,
     /// Which of the two stream buffers holds the residual streams.
     pub(super) at: usize,

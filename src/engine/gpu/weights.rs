@@ -76,6 +76,8 @@ pub(super) struct Moe {
     pub(super) gate: Weight,
     pub(super) routing: Route,
     pub(super) format: ExpertFormat,
+    /// Where not all experts are on the device: which are.
+    pub(super) here: Option<Here>,
     pub(super) w1: Bank,
     pub(super) w2: Bank,
     pub(super) w3: Bank,
@@ -89,7 +91,14 @@ pub(super) enum Route {
     Hash(Buffer<i64>),
 }
 
-/// One matrix of every expert, by address.
+/// Which of a layer's experts are on the device.
+pub(super) struct Here {
+    pub(super) list: Vec<bool>,
+    /// The same, 1 or 0 each.
+    pub(super) flags: Buffer<u8>,
+}
+
+/// One matrix of every expert that is here, by address; 0 for the others.
 pub(super) struct Bank {
     data: Buffer<u64>,
     scales: Buffer<u64>,
@@ -113,6 +122,8 @@ pub(super) struct Upload<'a> {
 /// Where weights go: an arena, and the way there unless it is only counted.
 pub(super) struct Placer<'a> {
     pub(super) arena: &'a mut Arena,
+    /// Experts of each layer that are placed, the first ones.
+    pub(super) experts: usize,
     pub(super) upload: Option<Upload<'a>>,
     /// Bytes uploaded so far.
     pub(super) done: u64,
@@ -206,11 +217,23 @@ impl Placer<'_> {
             gate,
             routing,
             format,
+            here: self.here(w.experts.len())?,
             w1: self.bank(&w.experts, w1)?,
             w2: self.bank(&w.experts, w2)?,
             w3: self.bank(&w.experts, w3)?,
             shared,
         })
+    }
+
+    /// Which of a layer's `experts` are placed, unless all are.
+    fn here(&mut self, experts: usize) -> Result<Option<Here>> {
+        if self.experts >= experts {
+            return Ok(None);
+        }
+        let mut list = alloc::with_capacity("experts on the device", experts)?;
+        list.extend((0..experts).map(|e| e < self.experts));
+        let bytes: Vec<u8> = list.iter().map(|&here| u8::from(here)).collect();
+        Ok(Some(Here { list, flags: self.bytes("experts on the device", &bytes)? }))
     }
 
     /// Refuses values that are not finite before they go up: kernels decode E4M3 by shifting bits, which makes a number of
@@ -243,7 +266,11 @@ impl Placer<'_> {
             alloc::with_capacity("expert addresses", experts.len())?,
             alloc::with_capacity("expert addresses", experts.len())?,
         ];
-        for expert in experts {
+        for (e, expert) in experts.iter().enumerate() {
+            if e >= self.experts {
+                addresses.iter_mut().for_each(|list| list.push(0));
+                continue;
+            }
             let matrix = which(expert);
             self.view(matrix)?;
             self.check_finite(matrix)?;

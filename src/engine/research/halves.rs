@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::super::{DeviceChoice, Engine, EngineOptions};
+use super::super::{Engine, EngineOptions};
 use super::{Lab, Probe, engine_with_noise};
 use crate::error::{Result, bail};
 use crate::model::config::LayerKind;
@@ -76,20 +76,17 @@ impl Halves {
     }
 }
 
-/// Compares `device` with the CPU on `texts`, sequences of token ids. The noise is measured on the first of them.
+/// Compares an engine of `options`, with a cache that suits, with the CPU on `texts`, sequences of token ids. The noise is
+/// measured on the first of them.
 ///
 /// # Errors
 /// As making engines, and those of a step; `InvalidArgument` without tokens.
-pub fn compare_halves(
-    model: &Arc<Model>,
-    device: DeviceChoice,
-    numerics: Numerics,
-    texts: &[Vec<u32>],
-) -> Result<Halves> {
+pub fn compare_halves(model: &Arc<Model>, options: &EngineOptions, texts: &[Vec<u32>]) -> Result<Halves> {
     let Some(first) = texts.first().filter(|text| !text.is_empty()) else {
         bail!(InvalidArgument, "nothing to compare half layers on")
     };
     let longest = texts.iter().map(Vec::len).max().unwrap_or(0);
+    let numerics = options.numerics;
     let on_cpu = EngineOptions { numerics, prefill_chunk: CHUNK, ..EngineOptions::default() };
     let cpu = Engine::new(model, on_cpu.clone())?;
     let noisy = engine_with_noise(model, on_cpu.clone())?;
@@ -97,7 +94,7 @@ pub fn compare_halves(
     let layers = model.config().num_hidden_layers as u64;
     let plan = crate::cache::CachePlan::new(model.config(), cpu.kv_format(), longest, 0);
     let cache_bytes = (layers + 2) * 2 * plan.pages(longest);
-    let other = Engine::new(model, EngineOptions { device, cache_bytes, ..on_cpu })?;
+    let other = Engine::new(model, EngineOptions { cache_bytes, prefill_chunk: CHUNK, ..options.clone() })?;
     let mut noise = Tally::new(layers as usize);
     noise.add(&cpu, &noisy, first)?;
     let mut errors = Tally::new(layers as usize);
@@ -228,7 +225,7 @@ mod tests {
     fn noise_differs_and_another_cpu_engine_does_not() {
         let model = Model::open("examples/models/tiny-v4").unwrap();
         let text: Vec<u32> = (0..150).map(|i| 3 + i * 7).collect();
-        let halves = compare_halves(&model, DeviceChoice::Cpu, Numerics::Reference, &[text]).unwrap();
+        let halves = compare_halves(&model, &EngineOptions::default(), &[text]).unwrap();
         assert_eq!(halves.layers.len(), 3 * 6);
         assert!(halves.passed() && halves.routes == 6 * 150 && halves.other_routes == 0);
         assert!(halves.layers.iter().all(|half| half.error == Spread { equal: 1.0, ..Spread::default() }));

@@ -250,7 +250,10 @@ pub fn engine_with_noise(model: &Arc<Model>, options: EngineOptions) -> Result<A
     let Some(mut engine) = Arc::into_inner(Engine::new(model, options)?) else {
         bail!(InvalidArgument, "a new engine is used already")
     };
-    engine.cpu.add_noise();
+    let Some(cpu) = Arc::get_mut(&mut engine.cpu) else {
+        bail!(InvalidArgument, "a new engine's threads are used already")
+    };
+    cpu.add_noise();
     Ok(Arc::new(engine))
 }
 
