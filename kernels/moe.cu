@@ -78,9 +78,10 @@ struct GroupParams {
   u32* bounds;        // [experts + 1] first place of each expert, and of nobody's
   u32* active;        // [experts] experts with assignments, ascending
   u32* active_first;  // [experts + 1] first place of each of them, and of nobody's behind the last
+  u32* active_eights; // [experts + 1] eights of places, begun ones too, of those before each of them, and of all
   u32* tile_expert;   // [ceil(count/64) + experts]
   u32* tile_first;    // same: first place of a tile of up to 64
-  u32* totals;        // [2] active experts, tiles
+  u32* totals;        // [3] active experts, tiles, eights
   u32 count;
   u32 experts;
 };
@@ -90,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ 
   wait_for_inputs();
   __shared__ u32 counts[MAX_EXPERTS + 1];
   __shared__ u32 warp_counts[8];
-  // places, active experts and tiles of the experts below; alone in their 16 bytes, which are read at once
+  // places, active experts, tiles and eights of the experts below
   __shared__ __align__(16) u32 before[4];
   const u32 expert = blockIdx.x, thread = threadIdx.x;
   for (u32 e = thread; e <= p.experts; e += 256) counts[e] = 0;
-  if (thread < 3) before[thread] = 0;
+  if (thread < 4) before[thread] = 0;
   __syncthreads();
   for (u32 i = thread; i < p.count; i += 256) atomicAdd(&counts[min(p.ids[i], p.experts)], 1u);
   __syncthreads();
@@ -102,6 +103,7 @@ extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ 
     atomicAdd(&before[0], counts[e]);
     atomicAdd(&before[1], u32(counts[e] > 0));
     atomicAdd(&before[2], (counts[e] + TILE_TOKENS - 1) / TILE_TOKENS);
+    atomicAdd(&before[3], (counts[e] + FEW_TOKENS - 1) / FEW_TOKENS);
   }
   __syncthreads();
   const u32 first = before[0], own = counts[expert], tiles = (own + TILE_TOKENS - 1) / TILE_TOKENS;
@@ -109,10 +111,11 @@ extern "C" __global__ void __launch_bounds__(256) group(const __grid_constant__ 
   if (thread == 0) {
     p.bounds[expert] = first;
     if (is_expert && own > 0) p.active[before[1]] = expert;
-    if (!is_expert || own > 0) p.active_first[before[1]] = first;
+    if (!is_expert || own > 0) p.active_first[before[1]] = first, p.active_eights[before[1]] = before[3];
     if (!is_expert) {
       p.totals[0] = before[1];
       p.totals[1] = before[2];
+      p.totals[2] = before[3];
     }
   }
   for (u32 t = thread; is_expert && t < tiles; t += 256) {
@@ -150,6 +153,7 @@ struct ExpertParams {
   const u32* bounds;           // of GroupParams
   const u32* active;
   const u32* active_first;
+  const u32* active_eights;
   const u32* tile_expert;
   const u32* tile_first;
   const u32* totals;
@@ -172,11 +176,13 @@ __device__ __forceinline__ u32 input_row(const ExpertParams& p, u32 place) {
   return p.order ? p.order[place] / p.top_k : place;
 }
 
-// Few places an expert. The tiles of all active experts' matrices are dealt out evenly; where each matrix has many blocks, in
-// whole blocks, so that none has parts of two. IS_ONE: for a single token, place by place.
+// Few places an expert, eight at a time. The work, tiles of all active experts' matrices times eights of places, is dealt out
+// evenly; where each matrix has many blocks, in whole blocks, so that none has parts of two. A block goes through its tiles
+// of an expert once for each eight, so that weights come from the L2 cache from the second time on. IS_ONE: for a single
+// token, place by place.
 template <class F, bool IS_ONE>
 __device__ __forceinline__ void expert_few(const ExpertParams& p, u8* shared) {
-  const u32 others = p.beside.first_tile, lane = threadIdx.x % 32, tiles = p.rows / TILE_HEIGHT;
+  const u32 others = p.beside.first_tile, lane = threadIdx.x % 32, tiles = p.rows / TILE_HEIGHT, span = p.halves * tiles;
   if (IS_ONE && blockIdx.x < others) return stream_job(p.beside, blockIdx.x, others, shared);
   const u32 grid = gridDim.x - others, index = blockIdx.x - others;
   if (index == 0)  // the addresses of weights, which nobody has read lately
@@ -186,38 +192,53 @@ __device__ __forceinline__ void expert_few(const ExpertParams& p, u8* shared) {
   wait_for_inputs();
   // asked for at once, for up to 32 experts
   const u32 some_expert = lane < p.experts ? p.active[lane] : 0, some_first = lane <= p.experts ? p.active_first[lane] : 0;
-  const u32 matrices = p.totals[0] * p.halves;
-  u32 first, end;
-  if (matrices * 4 <= grid) {
+  const u32 some_eights = lane <= p.experts ? p.active_eights[lane] : 0;
+  const u32 active = p.totals[0], matrices = active * p.halves;
+  const auto at = [&](const u32* table, u32 some, u32 i) {
+    const u32 held = __shfl_sync(ALL, some, i % 32);
+    return i < 32 ? held : table[i];
+  };
+
+  u32 begin, end;  // of the work
+  if (matrices * 4 <= grid && p.totals[2] == active) {
     const u32 blocks = grid / max(matrices, 1u), own = index / blocks, block = index % blocks;
     if (own >= matrices) return;
-    first = own * tiles + tiles * block / blocks;
+    begin = own * tiles + tiles * block / blocks;
     end = own * tiles + tiles * (block + 1) / blocks;
   } else {
-    first = u64(matrices) * tiles * index / grid;
-    end = u64(matrices) * tiles * (index + 1) / grid;
+    const u64 all = u64(p.totals[2]) * span;
+    begin = all * index / grid;
+    end = all * (index + 1) / grid;
   }
-  while (first < end) {
-    const u32 matrix = first / tiles, stop = min(end, (matrix + 1) * tiles), own = matrix / p.halves, half = matrix % p.halves;
-    u32 expert = __shfl_sync(ALL, some_expert, own % 32), begin = __shfl_sync(ALL, some_first, own % 32);
-    u32 last = __shfl_sync(ALL, some_first, (own + 1) % 32);
-    if (own >= 32) expert = p.active[own], begin = p.active_first[own];
-    if (own + 1 >= 32) last = p.active_first[own + 1];
-    const Matrix m = expert_matrix(p, expert, half);
-    const u32 width = p.halves * p.rows;
-    for (u32 base = begin; base < last; base += IS_ONE ? 1 : FEW_TOKENS) {
-      u16* const y = p.y + u64(base) * width + half * p.rows;
-      if constexpr (IS_ONE) {
-        const u16* x = p.x + u64(p.inputs == 1 ? 0 : input_row(p, base)) * p.cols;
-        stream_one<F>(m, first % tiles, stop - first, x, shared, [] {}, [&](u32 row, float v) { y[row] = bf16_bits(v); });
-      } else {
-        const u32 place = base + lane / 4;
-        const u16* x = place < last ? p.x + u64(input_row(p, place)) * p.cols : nullptr;
-        stream_rows<F>(m, first % tiles, stop - first, x, min(last - base, u32(FEW_TOKENS)), shared,
-                       [&](u32 token, u32 row, float v) { y[u64(token) * width + row] = bf16_bits(v); });
+  if (begin >= end) return;
+  u32 own = 0;  // the expert that it begins with
+  for (u32 base = 0; base < active; base += 32) {
+    const u32 i = base + lane, eights = base == 0 ? some_eights : i < active ? p.active_eights[i] : 0;
+    own += __popc(__ballot_sync(ALL, i < active && eights * span <= begin));
+  }
+  for (own--; own < active; own++) {
+    const u32 before = at(p.active_eights, some_eights, own) * span;
+    if (before >= end) return;
+    const u32 eights = at(p.active_eights, some_eights, own + 1) - before / span, expert = at(p.active, some_expert, own);
+    const u32 place0 = at(p.active_first, some_first, own), last = at(p.active_first, some_first, own + 1);
+    const u32 stop = min((end - before + eights - 1) / eights, span), width = p.halves * p.rows;
+    for (u32 tile = begin > before ? (begin - before + eights - 1) / eights : 0; tile < stop;) {
+      const u32 half = tile / tiles, count = min(stop, (half + 1) * tiles) - tile;
+      const Matrix m = expert_matrix(p, expert, half);
+      for (u32 base = place0; base < last; base += IS_ONE ? 1 : FEW_TOKENS) {
+        u16* const y = p.y + u64(base) * width + half * p.rows;
+        if constexpr (IS_ONE) {
+          const u16* x = p.x + u64(p.inputs == 1 ? 0 : input_row(p, base)) * p.cols;
+          stream_one<F>(m, tile % tiles, count, x, shared, [] {}, [&](u32 row, float v) { y[row] = bf16_bits(v); });
+        } else {
+          const u32 place = base + lane / 4;
+          const u16* x = place < last ? p.x + u64(input_row(p, place)) * p.cols : nullptr;
+          stream_rows<F>(m, tile % tiles, count, x, min(last - base, u32(FEW_TOKENS)), shared,
+                         [&](u32 token, u32 row, float v) { y[u64(token) * width + row] = bf16_bits(v); });
+        }
       }
+      tile += count;
     }
-    first = stop;
   }
 }
 

@@ -112,9 +112,14 @@ pub(super) fn group(lab: &mut Lab<'_>) -> Result<()> {
         let active: Vec<u32> = (0..experts as u32).filter(|e| ids.contains(e)).collect();
         let mut active_first: Vec<u32> = active.iter().map(|&e| bounds[e as usize]).collect();
         active_first.push(bounds[experts]);
+        let mut active_eights = vec![0];
+        for pair in active_first.windows(2) {
+            active_eights.push(active_eights[active_eights.len() - 1] + (pair[1] - pair[0]).div_ceil(8));
+        }
         let tiles: Vec<(u32, u32)> = (0..experts)
             .flat_map(|e| (bounds[e]..bounds[e + 1]).step_by(64).map(move |first| (e as u32, first)))
             .collect();
+        let totals = [active.len() as u32, tiles.len() as u32, active_eights[active.len()]];
         let most = groups.tiles.len() / 2;
         let got_tiles = lab.get(&groups.tiles)?;
         let got_tiles: Vec<(u32, u32)> = (0..tiles.len()).map(|i| (got_tiles[i], got_tiles[most + i])).collect();
@@ -123,8 +128,9 @@ pub(super) fn group(lab: &mut Lab<'_>) -> Result<()> {
             + different(&lab.get(&groups.bounds)?, &bounds)
             + different(&lab.get(&groups.active)?[..active.len()], &active)
             + different(&lab.get(&groups.active_first)?[..=active.len()], &active_first)
+            + different(&lab.get(&groups.active_eights)?[..=active.len()], &active_eights)
             + different(&got_tiles, &tiles)
-            + different(&lab.get(&groups.totals)?, &[active.len() as u32, tiles.len() as u32]);
+            + different(&lab.get(&groups.totals)?, &totals);
         let rests = if rests { ", some idle" } else { "" };
         lab.report("group", format!("{tokens} tokens, {top_k} of {experts}{rests}"), wrong, 0.0);
     }

@@ -113,9 +113,11 @@ pub(crate) struct Grouping {
     pub(crate) active: Buffer<u32>,
     /// `[experts + 1]` first place of each of them, and of nobody's behind the last.
     pub(crate) active_first: Buffer<u32>,
+    /// `[experts + 1]` eights of places of the active experts before each, and of all; an eight that is begun counts.
+    pub(crate) active_eights: Buffer<u32>,
     /// `[2, assignments / 64 rounded up + experts]`: expert and first place of each tile.
     pub(crate) tiles: Buffer<u32>,
-    /// `[2]`: active experts, tiles.
+    /// `[3]`: active experts, tiles, eights.
     pub(crate) totals: Buffer<u32>,
     experts: usize,
 }
@@ -132,8 +134,9 @@ impl Grouping {
             bounds: take("the bounds of experts", experts + 1)?,
             active: take("the active experts", experts)?,
             active_first: take("the bounds of active experts", experts + 1)?,
+            active_eights: take("the eights of active experts", experts + 1)?,
             tiles: take("the expert tiles", 2 * (n.div_ceil(64) + experts))?,
-            totals: take("the expert totals", 2)?,
+            totals: take("the expert totals", 3)?,
             ids,
             experts,
         })
@@ -158,6 +161,7 @@ struct GroupParams {
     bounds: u64,
     active: u64,
     active_first: u64,
+    active_eights: u64,
     tile_expert: u64,
     tile_first: u64,
     totals: u64,
@@ -176,6 +180,7 @@ pub(crate) fn group(stream: &Stream, g: &Grouping) -> Result<()> {
         bounds: g.bounds.address(),
         active: g.active.address(),
         active_first: g.active_first.address(),
+        active_eights: g.active_eights.address(),
         tile_expert: g.tiles.address(),
         tile_first: g.tiles.address() + 4 * g.most_tiles() as u64,
         totals: g.totals.address(),
@@ -236,6 +241,7 @@ pub(super) struct ExpertParams {
     pub(super) bounds: u64,
     active: u64,
     active_first: u64,
+    active_eights: u64,
     pub(super) tile_expert: u64,
     pub(super) tile_first: u64,
     pub(super) totals: u64,
@@ -289,6 +295,7 @@ pub(crate) fn expert_product(
         bounds: g.bounds.address(),
         active: g.active.address(),
         active_first: g.active_first.address(),
+        active_eights: g.active_eights.address(),
         tile_expert: g.tiles.address(),
         tile_first: g.tiles.address() + 4 * g.most_tiles() as u64,
         totals: g.totals.address(),
