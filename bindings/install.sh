@@ -15,6 +15,8 @@ prefix=$1
 shift
 root=$(cd "$(dirname "$0")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}
+# CMake refuses what it kept of a source tree that has another path now, and would go on with options that are not given
+rm -rf "$target/install"
 cmake -S "$root/bindings/c" -B "$target/install" -DDSV4_CARGO_TARGET_DIR="$target" "$@"
 cmake --build "$target/install"
 cmake --install "$target/install" --prefix "$prefix"
