@@ -15,8 +15,8 @@ prefix=$1
 shift
 root=$(cd "$(dirname "$0")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}
-# the options are those of this call, also where an earlier one or another checkout has left its own
-rm -f "$target/install/CMakeCache.txt"
+# CMake refuses what it kept of a source tree that has another path now, and would go on with options that are not given
+rm -rf "$target/install"
 cmake -S "$root/bindings/c" -B "$target/install" -DDSV4_CARGO_TARGET_DIR="$target" "$@"
 cmake --build "$target/install"
 cmake --install "$target/install" --prefix "$prefix"

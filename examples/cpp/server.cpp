@@ -14,7 +14,10 @@
 #include <httplib.h>
 #include <nlohmann/json.hpp>
 
+#include <sys/socket.h>
+
 #include <atomic>
+#include <charconv>
 #include <chrono>
 #include <csignal>
 #include <exception>
@@ -29,6 +32,15 @@ namespace {
 
 // schemas of tools are part of the prompt: their keys keep their order
 using Json = nlohmann::ordered_json;
+
+// The JSON of a request. One that is nested without end would end the stack of whoever writes it.
+Json parse(const std::string &body)
+{
+    return Json::parse(body, [](int depth, Json::parse_event_t, const Json &) {
+        if (depth > 100) throw std::invalid_argument("the JSON is nested more than 100 deep");
+        return true;
+    });
+}
 
 // All that an answer needs. What is wrong with a request shows here, while the answer can still have another status.
 struct Chat {
@@ -98,7 +110,19 @@ public:
         http_.new_task_queue = [] { return new httplib::ThreadPool(64); };
         http_.set_payload_max_length(std::size_t{1} << 26U);
         http_.set_tcp_nodelay(true);
-        http_.Post("/v1/chat/completions", [this](const auto &request, auto &response) { chat(request, response); });
+        http_.set_socket_options([](int socket) { // the default would share a port with another server
+            const int yes = 1;
+            setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+        });
+        // read in parts: what a client calls a form, as curl does, may have 8 KiB as a whole
+        http_.Post("/v1/chat/completions", [this](const auto &, auto &response, const httplib::ContentReader &read) {
+            std::string body;
+            const bool is_read = read([&](const char *part, std::size_t length) {
+                body.append(part, length);
+                return true;
+            });
+            if (is_read) chat(body, response);
+        });
         http_.Get("/metrics", [this](const auto &, auto &response) {
             response.set_content(engine_.metrics_text(), "text/plain; version=0.0.4");
         });
@@ -110,9 +134,11 @@ public:
     void run(int port, const sigset_t &ends)
     {
         const char *host = "127.0.0.1";
-        if (port == 0) port = http_.bind_to_any_port(host);
-        else if (!http_.bind_to_port(host, port)) port = -1;
-        if (port < 0) throw std::runtime_error("the port cannot be had");
+        const bool is_any = port == 0;
+        if (is_any) port = http_.bind_to_any_port(host);
+        if (is_any ? port < 0 : !http_.bind_to_port(host, port))
+            throw std::runtime_error(std::string(host) + ':' + std::to_string(port) +
+                                     " cannot be had; does another program listen there?");
         std::thread serving([this] { http_.listen_after_bind(); });
         while (!http_.is_running()) std::this_thread::yield();
         std::cerr << "listening on http://" << host << ':' << port << '\n';
@@ -124,9 +150,9 @@ public:
     }
 
 private:
-    void chat(const httplib::Request &request, httplib::Response &response)
+    void chat(const std::string &body, httplib::Response &response)
     {
-        const auto chat = std::make_shared<Chat>(model_, engine_, Json::parse(request.body));
+        const auto chat = std::make_shared<Chat>(model_, engine_, parse(body));
         response.set_chunked_content_provider("text/event-stream", [this, chat](std::size_t, httplib::DataSink &sink) {
             try {
                 answer(*chat, sink);
@@ -177,8 +203,11 @@ private:
 
 int main(int argc, char **argv)
 {
-    if (argc != 3) {
-        std::cerr << "usage: server MODEL PORT\n";
+    std::uint16_t port = 0;
+    const std::string_view digits = argc == 3 ? argv[2] : "";
+    const auto [end, failed] = std::from_chars(digits.data(), digits.data() + digits.size(), port);
+    if (failed != std::errc() || end != digits.data() + digits.size()) {
+        std::cerr << "usage: server MODEL PORT, a number up to 65535; 0 is any that is free\n";
         return 2;
     }
     sigset_t ends;
@@ -190,7 +219,7 @@ int main(int argc, char **argv)
         dsv4::EngineOptions options;
         options.when_full = DSV4_WHEN_FULL_WAIT; // requests wait for room in the cache rather than fail
         const dsv4::Engine engine = dsv4::Engine::create(model, options);
-        Server(model, engine).run(std::stoi(argv[2]), ends);
+        Server(model, engine).run(port, ends);
     } catch (const std::exception &error) {
         std::cerr << error.what() << '\n';
         return 1;

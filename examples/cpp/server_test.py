@@ -35,7 +35,8 @@ def server():
 
 def post(port, body):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    connection.request("POST", "/v1/chat/completions", body)
+    # what curl says about JSON if nobody tells it better
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/x-www-form-urlencoded"})
     return connection.getresponse()
 
 
@@ -112,11 +113,18 @@ def wrong_requests_are_refused_in_words(port):
         ('{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', "temperature"),
         ('{"messages": [{"role": "user", "content": "x"}], "seed": "x"}', "number"),
         (json.dumps({"messages": [{"role": "user", "content": "word " * 70000}]}), "context"),
+        ('{"messages": ' + "[" * 1000000, "nested"),
     ]:
         response = post(port, body)
         text = response.read().decode()
         assert response.status == 400 and words in text, f"{body[:80]}: {response.status} {text}"
     assert metric(port, "dsv4_sessions") == 0
+
+
+def a_port_that_cannot_be_had_is_named(port):
+    for name, words in [(str(port), f":{port} cannot"), ("70000", "65535"), ("80x", "65535"), ("", "65535")]:
+        other = subprocess.run([*COMMAND, MODEL, name], stderr=subprocess.PIPE, text=True, timeout=120)
+        assert other.returncode != 0 and words in other.stderr, f"port {name!r}: {other.stderr}"
 
 
 def an_end_does_not_wait_for_answers(port):
@@ -130,5 +138,6 @@ with server() as port:
     a_client_that_hangs_up_frees_its_session(port, LONG, b"working")
     a_client_that_hangs_up_frees_its_session(port, 1, b"data: ")
     wrong_requests_are_refused_in_words(port)
+    a_port_that_cannot_be_had_is_named(port)
     an_end_does_not_wait_for_answers(port)
 print("server: clients that hang up and wrong requests leave nothing behind")
