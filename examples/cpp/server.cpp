@@ -20,6 +20,7 @@
 #include <charconv>
 #include <chrono>
 #include <csignal>
+#include <cstdint>
 #include <exception>
 #include <iostream>
 #include <memory>
@@ -48,7 +49,9 @@ struct Chat {
         : prompt(model.render(request.at("messages").dump())), session(dsv4::Session::create(engine)),
           sampler(make_sampler(request)), parser(dsv4::ChatParser::create(model))
     {
-        options.max_tokens = request.value("max_tokens", std::uint64_t{0});
+        const auto most = request.value("max_tokens", std::int64_t{0});
+        if (most < 0) throw std::invalid_argument("max_tokens is " + std::to_string(most) + ", it must not be below 0");
+        options.max_tokens = static_cast<std::uint64_t>(most);
         if (const std::size_t tokens = prompt.tokens().size(); tokens > session.info().context)
             throw std::invalid_argument("the prompt has " + std::to_string(tokens) + " tokens, the context holds " +
                                         std::to_string(session.info().context));

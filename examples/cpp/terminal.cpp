@@ -174,7 +174,7 @@ private:
             say_events(terminal);
             const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin_;
             const std::string rate = std::to_string(tokens_ / time.count());
-            note_ = std::to_string(tokens_) + " tokens, " + rate.substr(0, 4) + " a second";
+            note_ = std::to_string(tokens_) + " tokens, " + rate.substr(0, rate.find('.') + 2) + " a second";
         }
         if (!request_->ended()) return;
         if (finish != dsv4::Finish::none) return end_answer(terminal, note_);
