@@ -15,6 +15,7 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"net"
 	"net/http"
 	"os"
 
@@ -146,6 +147,10 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	log.Print("listening on ", os.Args[2])
-	log.Fatal(http.ListenAndServe(os.Args[2], s.handler()))
+	listener, err := net.Listen("tcp", os.Args[2])
+	if err != nil {
+		log.Fatal(err)
+	}
+	log.Print("listening on ", listener.Addr())
+	log.Fatal(http.Serve(listener, s.handler()))
 }
