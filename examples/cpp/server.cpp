@@ -49,6 +49,8 @@ struct Chat {
         : prompt(model.render(request.at("messages").dump())), session(dsv4::Session::create(engine)),
           sampler(make_sampler(request)), parser(dsv4::ChatParser::create(model))
     {
+        if (!request.value("stream", true))
+            throw std::invalid_argument("answers come as streams only: stream must be true or left out");
         const auto most = request.value("max_tokens", std::int64_t{0});
         if (most < 0) throw std::invalid_argument("max_tokens is " + std::to_string(most) + ", it must not be below 0");
         options.max_tokens = static_cast<std::uint64_t>(most);
@@ -177,8 +179,9 @@ private:
             if (event.kind == dsv4::RequestEventKind::piece) chat.parser.push(event.token);
             if (event.kind == dsv4::RequestEventKind::end) chat.parser.finish();
             for (const dsv4::Event &part : chat.parser) {
-                const Json delta{{"delta", Json{{"content", part.text}}}};
-                if (part.kind == dsv4::EventKind::content) send_data(sink, Json{{"choices", Json::array({delta})}});
+                if (part.kind != dsv4::EventKind::content) continue;
+                const Json choice{{"index", 0}, {"delta", Json{{"content", part.text}}}, {"finish_reason", nullptr}};
+                send_data(sink, Json{{"object", "chat.completion.chunk"}, {"choices", Json::array({choice})}});
             }
         });
     }

@@ -112,6 +112,7 @@ def wrong_requests_are_refused_in_words(port):
         ('{"messages": [{"role": "king"}]}', "king"),
         ('{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', "temperature"),
         ('{"messages": [{"role": "user", "content": "x"}], "seed": "x"}', "number"),
+        ('{"messages": [{"role": "user", "content": "x"}], "stream": false}', "stream"),
         (json.dumps({"messages": [{"role": "user", "content": "word " * 70000}]}), "context"),
         ('{"messages": ' + "[" * 1000000, "nested"),
     ]:

@@ -27,6 +27,7 @@ type request struct {
 	MaxTokens   uint64          `json:"max_tokens"`
 	Temperature *float32        `json:"temperature"`
 	Seed        uint64          `json:"seed"`
+	Stream      *bool           `json:"stream"`
 }
 
 type server struct {
@@ -96,6 +97,10 @@ func (s *server) chat(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
+	if q.Stream != nil && !*q.Stream {
+		http.Error(w, "answers come as streams only: stream must be true or left out", http.StatusBadRequest)
+		return
+	}
 	session, sampler, err := s.prepare(r.Context(), &q)
 	if err != nil {
 		http.Error(w, err.Error(), status(err))
@@ -116,10 +121,16 @@ func (s *server) chat(w http.ResponseWriter, r *http.Request) {
 			send(w, map[string]any{"error": map[string]any{"message": err.Error()}})
 			return
 		case event.Kind == dsv4.EventContent:
-			send(w, map[string]any{"choices": []any{map[string]any{"delta": map[string]any{"content": event.Text}}}})
+			send(w, chunk(event.Text))
 		}
 	}
 	_, _ = io.WriteString(w, "data: [DONE]\n\n")
+}
+
+// chunk is a part of an answer as OpenAI's clients take it.
+func chunk(text string) map[string]any {
+	choice := map[string]any{"index": 0, "delta": map[string]any{"content": text}, "finish_reason": nil}
+	return map[string]any{"object": "chat.completion.chunk", "choices": []any{choice}}
 }
 
 func send(w http.ResponseWriter, chunk any) {

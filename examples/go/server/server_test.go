@@ -115,7 +115,8 @@ func TestAClientThatGoesAwayEndsItsAnswer(t *testing.T) {
 
 func TestWrongRequestsAreRefusedInWords(t *testing.T) {
 	_, h := start(t)
-	for _, body := range []string{`{`, `{"messages": []}`, `{"messages": [{"role": "king"}]}`, `{"messages": 1, "temperature": -1}`} {
+	for _, body := range []string{`{`, `{"messages": []}`, `{"messages": [{"role": "king"}]}`, `{"messages": 1, "temperature": -1}`,
+		`{"messages": [{"role": "user", "content": "x"}], "stream": false}`} {
 		response, err := http.Post(h.URL+"/v1/chat/completions", "application/json", strings.NewReader(body))
 		if err != nil {
 			t.Fatal(err)
