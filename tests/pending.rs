@@ -138,6 +138,25 @@ fn eight_requests_in_one_threads_loop_share_steps_and_give_what_calls_that_wait_
     assert!(!is_readable(&engine, 0), "nothing is left to do");
 }
 
+/// A loop beside a call that is waited for, as where a program has both.
+#[cfg(unix)]
+#[test]
+fn news_that_a_wait_for_another_call_leaves_wake_the_loop() {
+    let engine = engine(&tiny(), 64);
+    engine.wake_fd().unwrap();
+    // calls that end in a step, and those that end without one
+    for token in [5, 1 << 20] {
+        let of_loop = subject::session(&engine, LONGEST).submit(vec![token; 40]);
+        let mut waited_for = subject::session(&engine, LONGEST).submit(vec![token; 40]);
+        while !matches!(waited_for.wait(None), Some(Event::End(_))) {}
+        assert!(waited_for.wait(None).is_none());
+        let (news, _) = until_all_end(&engine, vec![of_loop]).remove(0);
+        assert_eq!(end(&news).is_ok(), token == 5);
+    }
+    engine.run_waiting_step();
+    assert!(!is_readable(&engine, 0), "nothing is left to do");
+}
+
 /// A thread in a loop with random submitted calls, beside threads whose calls wait; all are as if alone.
 #[cfg(unix)]
 #[test]

@@ -565,6 +565,22 @@ fn a_link_stays_a_link_and_its_target_is_replaced() {
     assert_eq!(restore(&engine, &target).unwrap().position(), 30);
 }
 
+#[cfg(unix)]
+#[test]
+fn a_file_that_is_replaced_keeps_its_permissions() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("private.session");
+    let session = fed(&engine(), 3);
+    for mode in [0o600, 0o640, 0o664] {
+        // an empty file is replaced
+        fs::write(&path, b"").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        session.save(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, mode);
+    }
+}
+
 /// Pitfall 26.
 #[test]
 fn sessions_that_are_saved_dropped_and_restored_each_turn_stay_as_those_that_are_not() {

@@ -44,8 +44,6 @@
 package dsv4
 
 // #cgo CFLAGS: -std=gnu11
-// #cgo !dsv4_static pkg-config: dsv4
-// #cgo dsv4_static pkg-config: dsv4-static
 // #include <dsv4.h>
 import "C"
 

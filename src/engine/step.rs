@@ -246,6 +246,15 @@ impl Engine {
             return false;
         }
         self.agenda.bell().silence();
+        self.work_for_all()
+    }
+
+    /// As [`Engine::run_waiting_step`] for a thread that waits for news of one call: whoever sleeps on the descriptor is told
+    /// nonetheless, since there may be news for them.
+    pub(crate) fn work_for_all(&self) -> bool {
+        if self.check_process().is_err() {
+            return false;
+        }
         let is_advanced = self.agenda.advance();
         let is_stepped = self.batcher.step(self);
         // results are seen now, and the next tokens are in the queue before the next step

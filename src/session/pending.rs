@@ -158,7 +158,7 @@ impl Pending {
             if event.is_some() || is_last {
                 return event;
             }
-            if !self.engine.run_waiting_step() {
+            if !self.engine.work_for_all() {
                 self.task.wait(LOOK);
             }
         }

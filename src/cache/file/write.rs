@@ -108,6 +108,10 @@ impl Writer {
             is_durable,
             committed: false,
         };
+        // whoever may not read the old file may not read the new one
+        if let Ok(old) = fs::metadata(path) {
+            writer.file.set_permissions(old.permissions()).map_err(|e| Error::io(path, &e))?;
+        }
         writer.put(&header.encode()?)?;
         writer.put(&[0; 2 * PAGE as usize])?;
         Ok(writer)
