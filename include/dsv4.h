@@ -738,6 +738,11 @@ typedef struct dsv4_engine_options {
     uint64_t degraded_context;
     // Most tokens that such a session has in a step, at least 1. Without `degraded_load_percent` it means nothing.
     uint64_t degraded_chunk;
+    // Most bytes of a GPU's memory, weights, steps and cache together; 0, the default, is what is free.
+    uint64_t gpu_bytes;
+    // Routed experts of each layer whose weights the GPU holds; the CPU computes the others from the mapped checkpoint while
+    // the GPU does its share. 0, the default, is as many as fit, -1 is none.
+    int64_t gpu_experts;
 } dsv4_engine_options;
 
 // What an engine was made with and found. Set `size` to `sizeof(dsv4_engine_info)` before the call.

@@ -181,8 +181,8 @@ fn a_fault_at_any_call_of_a_step_poisons_the_engine_with_its_stage() {
     on_stub("a_fault_at_any_call_of_a_step_poisons_the_engine_with_its_stage", |stub| {
         let model = Model::open(folder()).unwrap();
         for (options, stride, kernels) in [
-            (options(), 3, ["attend", "linear", "expert", "window_commit"]),
-            (shared_out(), 13, ["attend", "linear", "divide", "combine_all"]),
+            (options(), 2, ["attend", "linear", "expert", "window_commit"]),
+            (shared_out(), 7, ["attend", "linear", "divide", "combine_all"]),
         ] {
             let opened = || {
                 stub.fail(0, 0);

@@ -93,7 +93,7 @@ impl Plan {
                 ),
             )
         };
-        let (dense, all) = (weights_with(0)?, config.n_routed_experts);
+        let (dense, all, slab) = (weights_with(0)?, config.n_routed_experts, layout.slab_bytes());
         let experts = match options.gpu_experts {
             Some(experts) if experts > all => {
                 bail!(InvalidArgument, "gpu_experts is {experts}; a layer has {all} experts")
@@ -102,7 +102,7 @@ impl Plan {
             None => {
                 let room = budget.saturating_sub(dense + beside);
                 let cache = if options.cache_bytes == 0 { room / CACHE_SHARE } else { options.cache_bytes };
-                fitting(all, room.saturating_sub(cache), |experts| Ok(weights_with(experts)? - dense))?
+                fitting(all, room.saturating_sub(cache / slab * slab), |experts| Ok(weights_with(experts)? - dense))?
             }
         };
         let weights = if experts == 0 { dense } else { weights_with(experts)? };
@@ -114,11 +114,10 @@ impl Plan {
             0 => room / 2,
             bytes => bytes,
         };
-        if wanted > room {
+        let cache = wanted / slab * slab;
+        if cache > room {
             return Err(refused("cache_bytes", wanted, weights));
         }
-        let slab = layout.slab_bytes();
-        let cache = wanted / slab * slab;
         if cache == 0 {
             bail!(
                 InvalidArgument,
