@@ -15,7 +15,7 @@ use crate::backend::cuda::memory::{Buffer, Pinned};
 use crate::backend::cuda::stream::{Event, Stream};
 use crate::error::Result;
 use crate::model::config::Config;
-use crate::model::deepseek_v4::{Experts, Routes};
+use crate::model::deepseek_v4::experts::{Experts, Routes};
 use crate::model::{Model, Rounding};
 use crate::tensor::format::{bf16_bits, bf16_value};
 

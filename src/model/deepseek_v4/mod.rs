@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod attention;
-mod experts;
+pub(crate) mod experts;
 mod ffn;
 mod probe;
 mod streams;
@@ -25,7 +25,6 @@ use super::config::{Config, LayerKind};
 use super::numerics::Rounding;
 use super::weights::Weights;
 
-pub(crate) use experts::{Experts, Routes};
 pub use probe::{Probe, Record};
 
 /// One sequence's share of a step.
