@@ -7,11 +7,11 @@ use crate::backend::cuda::ops::{self, Experts, Job, Output, Product, Route, Weig
 use crate::error::Result;
 
 impl Run<'_> {
-    /// `scratch.output` from `scratch.input` and its quantised copy.
-    pub(super) fn ffn(&self, layer: usize) -> Result<()> {
+    /// `scratch.output` from `scratch.input` and its quantised copy; all rows have one order of sums.
+    pub(super) fn ffn_of_part(&self, layer: usize) -> Result<()> {
         let (c, w, b) = (self.config, &self.weights.layers[layer].ffn, &self.scratch.ffn);
-        let (d, inter, top_k, rows) = (c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok, self.rows);
-        let (plain, x, workspace) = (&self.scratch.input, self.quantised_input(), Some(&self.scratch.workspace));
+        let (d, inter, top_k) = (c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok);
+        let (plain, x) = (&self.scratch.input, self.quantised_input());
         let [w1, w2, w3] = &w.shared;
 
         let job =
@@ -22,7 +22,7 @@ impl Run<'_> {
             job(w1, inter, x, half(0)?, 2 * inter),
             job(w3, inter, x, half(1)?, 2 * inter),
         ];
-        ops::linear(self.stream, &jobs, rows, workspace)?;
+        self.products(&jobs)?;
 
         let tokens = self.tables.ids()?;
         let routing = match &w.routing {
@@ -55,7 +55,7 @@ impl Run<'_> {
         let weight: &Weight = w2;
         let (x, y) = (&b.shared_active, Output::Bf16(b.shared.clone()));
         let job = Job { weight, first_row: 0, rows: d, cols: inter, x, x_stride: inter, y, y_stride: d };
-        ops::linear(self.stream, &[job], rows, workspace)?;
+        self.products(&[job])?;
         let places = (&b.groups.places, &b.groups.used()?);
         ops::combine(self.stream, &b.routed, &b.shared, places, &self.scratch.output, d)
     }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::choices::Choices;
 use super::scratch::Scratch;
-use super::tables::{Kind, OnDevice};
+use super::tables::{Kind, OnDevice, Part};
 use super::weights::{DeviceWeights, Hyper};
 use crate::backend::cuda::memory::{Buffer, Pinned};
 use crate::backend::cuda::ops::{self, Finish, Job, Output, Pages, Project, ROW_BYTES, WindowCommit};
@@ -53,6 +53,8 @@ pub(super) struct Run<'a> {
     pub(super) host: Option<&'a mut [Pinned; 2]>,
     /// Captured steps, for those that want them.
     pub(super) graphs: Option<&'a mut super::Graphs>,
+    /// The rows' orders of sums in products.
+    pub(super) parts: &'a [Part],
     pub(super) rows: usize,
     /// Which of the two stream buffers holds the residual streams.
     pub(super) at: usize,
@@ -179,6 +181,48 @@ impl Run<'_> {
         };
         ops::project(self.stream, &project)?;
         self.at = if expand { 1 - self.at } else { self.at };
+        Ok(())
+    }
+
+    /// Products of all rows, each part's in its order of sums.
+    pub(super) fn products(&self, jobs: &[Job<'_>]) -> Result<()> {
+        for Part { rows, is_prompt } in self.parts {
+            let inputs = jobs.iter().map(|job| job.x.slice(rows.start * job.x_stride..job.x.len()));
+            let inputs = inputs.collect::<Result<Vec<_>>>()?;
+            let of_rows = jobs.iter().zip(&inputs).map(|(job, x)| job.of_rows(rows.start, x));
+            let jobs = of_rows.collect::<Result<Vec<_>>>()?;
+            if *is_prompt {
+                ops::linear_chain(self.stream, &jobs, rows.len(), &self.scratch.workspace)?;
+            } else {
+                ops::linear(self.stream, &jobs, rows.len(), Some(&self.scratch.workspace))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The feed-forward half's work, part by part: experts sort the rows, so each part is treated as if it were all.
+    pub(super) fn ffn(&self, layer: usize) -> Result<()> {
+        for part in self.parts {
+            let whole = Part { rows: 0..part.rows.len(), ..part.clone() };
+            let run = Run {
+                stream: self.stream,
+                side: self.side,
+                config: self.config,
+                weights: self.weights,
+                rounding: self.rounding,
+                frequencies: self.frequencies,
+                pages: self.pages,
+                scratch: &self.scratch.ffn_part(self.config, part)?,
+                tables: self.tables.with_ids_of(&part.rows),
+                choices: self.choices,
+                host: None,
+                graphs: None,
+                parts: std::slice::from_ref(&whole),
+                rows: part.rows.len(),
+                at: self.at,
+            };
+            run.ffn_of_part(layer)?;
+        }
         Ok(())
     }
 

@@ -5,6 +5,7 @@
 
 mod attention;
 mod cache;
+mod chain;
 mod hyper;
 mod indexer;
 mod linear;
@@ -18,6 +19,7 @@ pub(crate) use attention::{
     Attention, AttentionKernel, Entries, Path as AttentionPath, attend, attend_by, hopper_kernels,
 };
 pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
+pub(crate) use chain::{has_chains, linear_chain};
 pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
 pub(crate) use indexer::{GROUP_ROWS, Group, IndexQuery, Scores, TopK, index_query, scores, top_k, top_k_parts};
 pub(crate) use linear::{Job, Output, Weight, linear, workspace_len};

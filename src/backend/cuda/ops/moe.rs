@@ -1,9 +1,11 @@
 //! `kernels/moe.cu`: router, grouping by expert, grouped products, SwiGLU, sum.
 
+use std::ops::Range;
+
 use super::super::memory::{Arena, Buffer};
 use super::super::stream::Stream;
 use super::linear::{few_rows, few_shared, many_shared};
-use super::{Launch, Params, address, at_least, exact, multiple, rows, wide, word};
+use super::{Launch, Params, address, at_least, chain, exact, multiple, rows, wide, word};
 use crate::error::{Result, bail};
 
 /// Limits of the kernels' registers and shared memory.
@@ -100,6 +102,7 @@ pub(crate) fn route(stream: &Stream, a: &Route<'_>) -> Result<()> {
 }
 
 /// Assignments sorted by expert. All buffers but `ids` are written by [`group`].
+#[derive(Clone)]
 pub(crate) struct Grouping {
     /// `[assignments]` expert of each; from the number of experts on, nobody's.
     pub(crate) ids: Buffer<u32>,
@@ -116,6 +119,8 @@ pub(crate) struct Grouping {
     /// `[2]`: active experts, tiles.
     pub(crate) totals: Buffer<u32>,
     experts: usize,
+    /// Whether the rows are prompts', whose sums have the order of `kernels/chain.cu` where there is a kernel for them.
+    is_prompt: bool,
 }
 
 impl Grouping {
@@ -133,6 +138,18 @@ impl Grouping {
             totals: take("the expert totals", 2)?,
             ids,
             experts,
+            is_prompt: false,
+        })
+    }
+
+    /// Some of the assignments by themselves; what is not theirs alone serves one part after the other.
+    pub(crate) fn part(&self, assignments: Range<usize>, is_prompt: bool) -> Result<Self> {
+        Ok(Self {
+            ids: self.ids.slice(assignments.clone())?,
+            order: self.order.slice(assignments.clone())?,
+            places: self.places.slice(assignments)?,
+            is_prompt,
+            ..self.clone()
         })
     }
 
@@ -248,7 +265,7 @@ unsafe impl Params for ExpertParams {}
 /// matrices of the given shape, which is the caller's promise.
 ///
 /// `workspace`, of [`Grouping::images_len`] of the columns, lets many tokens use the kernels for Hopper; without it, or with
-/// a smaller one, the product is slower, never different.
+/// a smaller one, the product is slower, never different. Prompts need it.
 pub(crate) fn expert_product(
     stream: &Stream,
     g: &Grouping,
@@ -292,6 +309,11 @@ pub(crate) fn expert_product(
         },
         pad: 0,
     };
+    if g.is_prompt && chain::has_experts(stream, a.format) {
+        let Some(workspace) = workspace else { bail!(InvalidArgument, "experts of a prompt without a workspace") };
+        // SAFETY: sizes checked above; the experts' addresses are the caller's promise.
+        return unsafe { chain::experts(stream, g, a, &params, workspace) };
+    }
     if is_for_tiles(a.tokens, places, g.experts)
         && let Some(workspace) = workspace.filter(|w| wide::suits_experts(stream, g, a.cols, w))
     {
