@@ -9,15 +9,9 @@
 // linear_wide, expert_wide: one block a multiprocessor walks over tiles of 128 rows and up to 128 tokens. One warpgroup
 // copies weights as they are stored, one thread images; two warpgroups of 64 rows each decode weights to registers
 // (operand A) while the unit works on the steps before.
-#include "hopper.cuh"
-#include "product.cuh"
+#include "wide.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-constexpr int IMAGE_TOKENS = 64;
-constexpr int IMAGE_BYTES = IMAGE_TOKENS * BLOCK * 2;
-constexpr int STEP_BYTES = 256, HALF_BYTES = 128, GROUP_BYTES = 2048;
-constexpr int WIDE_TOKENS = 2 * IMAGE_TOKENS;
 
 // ---- inputs ----
 
@@ -53,7 +47,7 @@ __device__ __forceinline__ void arrange_token(u32 format, const u16* from, u8* t
 }
 
 __device__ __forceinline__ void arrange_token(u32 format, const u16* from, u8* image) {
-  const u32 token = threadIdx.x % IMAGE_TOKENS, j = threadIdx.x / IMAGE_TOKENS;
+  const u32 token = threadIdx.x / 4, j = threadIdx.x % 4;
   u8* to = image + token / 8 * GROUP_BYTES + token % 8 * 16;
   if (format <= E4M3_F32)
     arrange_token<E4m3>(format, from, to, j);
@@ -62,8 +56,6 @@ __device__ __forceinline__ void arrange_token(u32 format, const u16* from, u8* i
   else
     arrange_token<Bf16>(format, from, to, j);
 }
-
-constexpr int MAX_JOBS = 16;
 
 struct Arranged {
   const u16* x;  // [tokens, stride] bf16
@@ -86,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
   const Arranged& input = p.inputs[blockIdx.z];
   const u32 blocks = input.cols / BLOCK, block = blockIdx.y;
   if (block >= blocks) return;
-  const u32 token = blockIdx.x * IMAGE_TOKENS + threadIdx.x % IMAGE_TOKENS;
+  const u32 token = blockIdx.x * IMAGE_TOKENS + threadIdx.x / 4;
   const u16* from = token < p.tokens ? input.x + u64(token) * input.stride + block * BLOCK : nullptr;
   arrange_token(input.format, from, input.image + (u64(blockIdx.x) * blocks + block) * IMAGE_BYTES);
 }
@@ -110,78 +102,11 @@ extern "C" __global__ void __launch_bounds__(256) arrange_experts(const __grid_c
   wait_for_inputs();
   const u32 tile = blockIdx.x, block = blockIdx.y;
   if (tile >= p.totals[1]) return;
-  const u32 place = p.tile_first[tile] + threadIdx.x % IMAGE_TOKENS;
+  const u32 place = p.tile_first[tile] + threadIdx.x / 4;
   const bool is_inside = place < p.bounds[p.tile_expert[tile] + 1];
   const u32 row = !is_inside ? 0 : p.order ? p.order[place] / p.top_k : place;
   const u16* from = is_inside ? p.x + u64(row) * p.cols + block * BLOCK : nullptr;
   arrange_token(p.format, from, p.image + (u64(tile) * (p.cols / BLOCK) + block) * IMAGE_BYTES);
-}
-
-// ---- barriers and copies ----
-
-__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-// arrives when this thread's copies so far have ended
-__device__ __forceinline__ void arrive_with_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-// the 128 threads of a warpgroup
-__device__ __forceinline__ void meet(u32 group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
-
-// ---- the matrix unit ----
-
-// inputs of a step in shared memory: rows of 16 bytes, 8 tokens together, halves and groups apart
-__device__ __forceinline__ u64 step_inputs(u32 address) {
-  return u64(address >> 4) | u64(HALF_BYTES >> 4) << 16 | u64(GROUP_BYTES >> 4) << 32;
-}
-
-// d (+)= a b: 64 rows of the warpgroup, twice as many tokens as `d` has values
-__device__ __forceinline__ void step(float (&d)[64], const u32 (&a)[4], u64 b, bool adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PLACES_64 "}"
-      ", {%64, %65, %66, %67}, %68, adds, 1, 1, 0;\n}"
-      : ACCUMULATORS_64(d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
-}
-__device__ __forceinline__ void step(float (&d)[48], const u32 (&a)[4], u64 b, bool adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %53, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" PLACES_32 ", "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}"
-      ", {%48, %49, %50, %51}, %52, adds, 1, 1, 0;\n}"
-      : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
-}
-__device__ __forceinline__ void step(float (&d)[32], const u32 (&a)[4], u64 b, bool adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PLACES_32 "}"
-      ", {%32, %33, %34, %35}, %36, adds, 1, 1, 0;\n}"
-      : ACCUMULATORS_32(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
-}
-__device__ __forceinline__ void step(float (&d)[16], const u32 (&a)[4], u64 b, bool adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
-      ", {%16, %17, %18, %19}, %20, adds, 1, 1, 0;\n}"
-      : SIXTEEN(d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
-}
-
-// four pairs of 8x8 values, transposed
-__device__ __forceinline__ void store_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
 }
 
 // ---- a tile ----
@@ -210,28 +135,6 @@ struct Tile {
   u32 row;
   u32 count;
   u32 y_f32;
-};
-
-// A ring of stages, each with a barrier `full` and one `empty`, and a position in it.
-template <int STAGES>
-struct Ring {
-  u32 barriers;
-  u32 stage = 0, parity = 0;
-
-  __device__ __forceinline__ explicit Ring(u32 barriers) : barriers(barriers) {}
-  __device__ __forceinline__ void init(u32 fillers, u32 takers) {
-    for (u32 i = 0; i < STAGES; i++) {
-      barrier_init(barriers + i * 8, fillers);
-      barrier_init(barriers + (STAGES + i) * 8, takers);
-    }
-  }
-  __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
-  __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + stage) * 8; }
-  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
 };
 
 // one thread

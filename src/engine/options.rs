@@ -104,9 +104,9 @@ pub struct EngineOptions {
     /// GPU. More is faster and takes more memory.
     pub prefill_chunk: usize,
     /// Makes logits on a GPU independent of how tokens are cut into calls and chunks, to the last bit, as they always are
-    /// on the CPU: attention then sums in the order of decoding throughout, at most 64 tokens at a time. Prefill is slower.
-    /// Without it, up to 8 tokens of a sequence in a step are summed in that order, more in another; what other sequences
-    /// are in the step does not matter.
+    /// on the CPU: attention and products then sum in the order of decoding throughout, at most 64 tokens at a time. Prefill
+    /// is slower. Without it, up to 8 tokens of a sequence in a step are summed in that order, more in another; what other
+    /// sequences are in the step does not matter.
     pub batch_invariant: bool,
     /// Most bytes of cache pages, sessions and reusable prefixes together; 0 takes a quarter of the machine's memory, or
     /// half of what weights and step leave of a GPU's. A GPU's pages are allocated when the engine is made.

@@ -88,7 +88,7 @@ impl Run<'_> {
         if let Some(i) = &w.indexer {
             jobs.push(job(&i.weights_proj, c.index_n_heads, plain, Output::Bf16(b.index_weights.clone())));
         }
-        ops::linear(self.stream, &jobs, self.rows, Some(&self.scratch.workspace))
+        self.products(&jobs)
     }
 
     /// Norm of the low-rank queries; what the query products take.
@@ -110,7 +110,7 @@ impl Run<'_> {
         if let Some(i) = &w.indexer {
             jobs.push(job(&i.wq_b, c.index_n_heads * INDEX_DIM, &b.index_q));
         }
-        ops::linear(self.stream, &jobs, self.rows, Some(&self.scratch.workspace))
+        self.products(&jobs)
     }
 
     /// Feeds the step's rows to a compressor.
@@ -257,7 +257,7 @@ impl Run<'_> {
                 y_stride: low_width,
             });
         }
-        ops::linear(self.stream, &jobs, self.rows, Some(&self.scratch.workspace))?;
+        self.products(&jobs)?;
         let x = if self.rounding.act_fp8 {
             ops::quantise(self.stream, low, copy)?;
             copy
@@ -267,6 +267,6 @@ impl Run<'_> {
         let weight: &Weight = &w.wo_b;
         let y = Output::Bf16(self.scratch.output.clone());
         let job = Job { weight, first_row: 0, rows: d, cols: low_width, x, x_stride: low_width, y, y_stride: d };
-        ops::linear(self.stream, &[job], self.rows, Some(&self.scratch.workspace))
+        self.products(&[job])
     }
 }

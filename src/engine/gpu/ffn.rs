@@ -8,19 +8,12 @@ use crate::backend::cuda::ops::{self, CombineAll, Experts, Job, Output, Product,
 use crate::error::Result;
 
 impl Run<'_> {
-    /// `scratch.output` from `scratch.input` and its quantised copy.
-    pub(super) fn ffn(&mut self, layer: usize) -> Result<()> {
-        // the host's part of the layer, for as long as the rest of the step is only read
-        let mut host = self.experts.take();
-        let result = self.ffn_with(layer, host.as_deref_mut());
-        self.experts = host;
-        result
-    }
-
-    fn ffn_with(&self, layer: usize, mut host: Option<&mut HostExperts>) -> Result<()> {
+    /// `scratch.output` from `scratch.input` and its quantised copy; all rows have one order of sums. `host` computes the
+    /// experts that are not on the device.
+    pub(super) fn ffn_of_part(&self, layer: usize, mut host: Option<&mut HostExperts>) -> Result<()> {
         let (c, w, b) = (self.config, &self.weights.layers[layer].ffn, &self.scratch.ffn);
-        let (d, inter, top_k, rows) = (c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok, self.rows);
-        let (plain, x, workspace) = (&self.scratch.input, self.quantised_input(), Some(&self.scratch.workspace));
+        let (d, inter, top_k) = (c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok);
+        let (plain, x) = (&self.scratch.input, self.quantised_input());
         let [w1, w2, w3] = &w.shared;
 
         let job =
@@ -31,7 +24,7 @@ impl Run<'_> {
             job(w1, inter, x, half(0)?, 2 * inter),
             job(w3, inter, x, half(1)?, 2 * inter),
         ];
-        ops::linear(self.stream, &jobs, rows, workspace)?;
+        self.products(&jobs)?;
 
         let tokens = self.tables.ids()?;
         let routing = match &w.routing {
@@ -75,12 +68,18 @@ impl Run<'_> {
         let weight: &Weight = w2;
         let (x, y) = (&b.shared_active, Output::Bf16(b.shared.clone()));
         let job = Job { weight, first_row: 0, rows: d, cols: inter, x, x_stride: inter, y, y_stride: d };
-        product(&[w.w2.experts()], d, inter, &b.active, None, &b.routed, Some((job, workspace)))?;
+        if self.parts.iter().any(|part| part.is_prompt) {
+            product(&[w.w2.experts()], d, inter, &b.active, None, &b.routed, None)?;
+            self.products(&[job])?;
+        } else {
+            let beside = Some((job, Some(&self.scratch.workspace)));
+            product(&[w.w2.experts()], d, inter, &b.active, None, &b.routed, beside)?;
+        }
         let (routed, shared, places, out) = (&b.routed, &b.shared, &b.groups.places, &self.scratch.output);
         let (Some(here), Some(host)) = (&w.here, host) else {
             return ops::combine(self.stream, routed, shared, (places, &b.groups.used()?), out, d);
         };
-        host.answer(self.stream, layer, &here.list, rows, routed)?;
+        host.answer(self.stream, layer, &here.list, self.rows, routed)?;
         let experts = c.n_routed_experts;
         ops::combine_all(self.stream, &CombineAll { routed, shared, ids: &b.ids, places, out, width: d, experts })
     }

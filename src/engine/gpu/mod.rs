@@ -38,7 +38,7 @@ use self::host::HostExperts;
 use self::plan::Plan;
 use self::scratch::{LOGIT_ROWS, Scratch, Size};
 use self::step::{PageBuffer, Run, Side};
-use self::tables::{PagesKey, Tables, pitch};
+use self::tables::{PagesKey, Tables, parts, pitch};
 use self::weights::{DeviceWeights, Placer, Upload};
 use super::EngineOptions;
 use super::step::{Last, Stepped};
@@ -47,7 +47,8 @@ use super::step::{Last, Stepped};
 const UPLOAD_BYTES: usize = 32 << 20;
 /// Rows of logits that reach the host through pinned memory; hidden states all do.
 const HOST_ROWS: usize = 8;
-/// New rows of a sequence up to which it counts as decoding: attention then cuts each query's keys.
+/// New rows of a sequence up to which it counts as decoding: attention then cuts each query's keys, and products have the
+/// order of sums of few tokens.
 const DECODE_ROWS: usize = 8;
 
 /// A model on a GPU.
@@ -57,6 +58,8 @@ pub(super) struct GpuEngine {
     rounding: Rounding,
     /// Every step takes attention's order of sums for few rows.
     batch_invariant: bool,
+    /// Products of prompts have kernels and an order of sums of their own.
+    chains: bool,
     weights: DeviceWeights,
     frequencies: [Buffer<f32>; 2],
     pages: PageBuffer,
@@ -163,6 +166,7 @@ impl GpuEngine {
             model: Arc::clone(model),
             rounding,
             batch_invariant: options.batch_invariant,
+            chains: !options.batch_invariant && ops::has_chains(&gpu),
             weights,
             frequencies: [plain, yarn],
             pages,
@@ -298,11 +302,10 @@ impl GpuEngine {
             *resident = Some(key);
         }
         let config = self.model.config();
-        let scratch = Scratch::new(
-            scratch,
-            config,
-            Size { rows: count, visible: tables.visible(), is_shared_out: experts.is_some() },
-        )?;
+        let size = Size { rows: count, visible: tables.visible(), is_shared_out: experts.is_some() };
+        let scratch = Scratch::new(scratch, config, size)?;
+        let counts = segments.iter().map(|s| s.tokens.len()).chain(std::iter::repeat_n(1, count - tokens));
+        let parts = parts(counts, self.chains);
         let mut run = Run {
             stream,
             side: (!*one_stream).then_some(side),
@@ -317,6 +320,7 @@ impl GpuEngine {
             graphs: Some(graphs),
             experts: experts.as_mut(),
             host: Some(host),
+            parts: &parts,
             rows: count,
             at: 0,
         };

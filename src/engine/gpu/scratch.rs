@@ -3,7 +3,11 @@
 //! The plan is this same layout on a counting arena with the largest step. What attention and the feed-forward half use
 //! lies at the same place, since they are never at work together.
 
-use crate::backend::cuda::memory::{Arena, Buffer};
+use std::ops::Range;
+
+use super::DECODE_ROWS;
+use super::tables::Part;
+use crate::backend::cuda::memory::{Arena, Buffer, Plain};
 use crate::backend::cuda::ops::{
     Compressor, GROUP_ROWS, Grouping, HEAD_DIM, INDEX_DIM, MIX_FLOATS, ROW_BYTES, STREAMS, highest_len, is_for_tiles,
     parts_len, top_k_parts,
@@ -41,6 +45,7 @@ pub(super) struct Size {
 }
 
 /// Buffers of a step.
+#[derive(Clone)]
 pub(super) struct Scratch {
     /// `[4, rows, 32]`, see `ops::rotations`.
     pub(super) turns: Buffer<[f32; 2]>,
@@ -72,6 +77,7 @@ pub(super) struct Scratch {
 }
 
 /// Buffers of the attention half.
+#[derive(Clone)]
 pub(super) struct Attention {
     /// `[rows, q_lora_rank]`: as projected, normalised, and on the E4M3 grid.
     pub(super) q_lora: [Buffer<u16>; 3],
@@ -102,6 +108,7 @@ pub(super) struct Attention {
 }
 
 /// Buffers of the feed-forward half.
+#[derive(Clone)]
 pub(super) struct Ffn {
     /// `[rows, experts]`.
     pub(super) logits: Buffer<f32>,
@@ -156,6 +163,41 @@ impl Scratch {
             undo_state: arena.take("a compressor state", undo_state)?,
             undo_rows: arena.take("window rows to keep", rows.min(UNDO_ROWS) * c.num_hidden_layers * ROW_BYTES)?,
             logits: arena.take("logits", logit_rows * c.vocab_size)?,
+        })
+    }
+}
+
+impl Scratch {
+    /// The same with the rows of `part` alone where the feed-forward half has rows.
+    ///
+    /// # Errors
+    /// If there are fewer.
+    pub(super) fn ffn_part(&self, c: &Config, part: &Part) -> Result<Self> {
+        let Range { start, end } = part.rows;
+        fn of<T: Plain>(buffer: &Buffer<T>, (start, end): (usize, usize), width: usize) -> Result<Buffer<T>> {
+            buffer.slice(start * width..end * width)
+        }
+        let (d, inter, top_k) = (c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok);
+        let (rows, b) = ((start, end), &self.ffn);
+        let ffn = Ffn {
+            logits: of(&b.logits, rows, c.n_routed_experts)?,
+            ids: of(&b.ids, rows, top_k)?,
+            weights: of(&b.weights, rows, top_k)?,
+            groups: b.groups.part(start * top_k..end * top_k, part.is_prompt)?,
+            images: b.images.clone(),
+            gate_up: of(&b.gate_up, rows, top_k * 2 * inter)?,
+            active: of(&b.active, rows, top_k * inter)?,
+            routed: of(&b.routed, rows, top_k * d)?,
+            shared_gate_up: of(&b.shared_gate_up, rows, 2 * inter)?,
+            shared_active: of(&b.shared_active, rows, inter)?,
+            shared: of(&b.shared, rows, d)?,
+        };
+        Ok(Self {
+            ffn,
+            input: of(&self.input, rows, d)?,
+            quantised: of(&self.quantised, rows, d)?,
+            output: of(&self.output, rows, d)?,
+            ..self.clone()
         })
     }
 }
@@ -217,7 +259,8 @@ impl Ffn {
         let ids = arena.take("expert ids", places)?;
         let own = if is_shared_out { arena.take("expert ids of the device", places)? } else { Buffer::clone(&ids) };
         let groups = Grouping::new(arena, own, c.n_routed_experts)?;
-        let in_tiles = is_for_tiles(rows, places, c.n_routed_experts);
+        // a prompt needs them, however short
+        let in_tiles = rows > DECODE_ROWS || is_for_tiles(rows, places, c.n_routed_experts);
         let images = if in_tiles { groups.images_len(d.max(inter)) } else { 0 };
         Ok(Self {
             ids,

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::choices::Choices;
 use super::host::HostExperts;
 use super::scratch::Scratch;
-use super::tables::{Kind, OnDevice};
+use super::tables::{Kind, OnDevice, Part};
 use super::weights::{DeviceWeights, Hyper};
 use crate::backend::cuda::memory::{Buffer, Pinned};
 use crate::backend::cuda::ops::{self, Finish, Job, Output, Pages, Project, ROW_BYTES, WindowCommit};
@@ -56,6 +56,8 @@ pub(super) struct Run<'a> {
     pub(super) graphs: Option<&'a mut super::Graphs>,
     /// What computes the experts that are not on the device.
     pub(super) experts: Option<&'a mut HostExperts>,
+    /// The rows' orders of sums in products.
+    pub(super) parts: &'a [Part],
     pub(super) rows: usize,
     /// Which of the two stream buffers holds the residual streams.
     pub(super) at: usize,
@@ -183,6 +185,52 @@ impl Run<'_> {
         ops::project(self.stream, &project)?;
         self.at = if expand { 1 - self.at } else { self.at };
         Ok(())
+    }
+
+    /// Products of all rows, each part's in its order of sums.
+    pub(super) fn products(&self, jobs: &[Job<'_>]) -> Result<()> {
+        for Part { rows, is_prompt } in self.parts {
+            let inputs = jobs.iter().map(|job| job.x.slice(rows.start * job.x_stride..job.x.len()));
+            let inputs = inputs.collect::<Result<Vec<_>>>()?;
+            let of_rows = jobs.iter().zip(&inputs).map(|(job, x)| job.of_rows(rows.start, x));
+            let jobs = of_rows.collect::<Result<Vec<_>>>()?;
+            if *is_prompt {
+                ops::linear_chain(self.stream, &jobs, rows.len(), &self.scratch.workspace)?;
+            } else {
+                ops::linear(self.stream, &jobs, rows.len(), Some(&self.scratch.workspace))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The feed-forward half's work, part by part: experts sort the rows, so each part is treated as if it were all.
+    pub(super) fn ffn(&mut self, layer: usize) -> Result<()> {
+        // the host's part of the layer, for as long as the rest of the step is only read
+        let mut host = self.experts.take();
+        let result = self.parts.iter().try_for_each(|part| {
+            let whole = Part { rows: 0..part.rows.len(), ..part.clone() };
+            let run = Run {
+                stream: self.stream,
+                side: self.side,
+                config: self.config,
+                weights: self.weights,
+                rounding: self.rounding,
+                frequencies: self.frequencies,
+                pages: self.pages,
+                scratch: &self.scratch.ffn_part(self.config, part)?,
+                tables: self.tables.with_ids_of(&part.rows),
+                choices: self.choices,
+                experts: None,
+                host: None,
+                graphs: None,
+                parts: std::slice::from_ref(&whole),
+                rows: part.rows.len(),
+                at: self.at,
+            };
+            run.ffn_of_part(layer, host.as_deref_mut())
+        });
+        self.experts = host;
+        result
     }
 
     /// The input of products with quantised weights.

@@ -111,6 +111,30 @@ fn launches(counts: impl Iterator<Item = usize>, invariant: bool) -> Vec<Launch>
     launches
 }
 
+/// Rows of whole, neighbouring sequences whose products have one order of sums.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    pub(super) rows: Range<usize>,
+    /// Those of `kernels/chain.cu`, not of `kernels/product.cuh`.
+    pub(super) is_prompt: bool,
+}
+
+/// The parts of sequences with `counts` rows. What a sequence is depends on its own count alone; without `chains` none is a
+/// prompt.
+pub(super) fn parts(counts: impl Iterator<Item = usize>, chains: bool) -> Vec<Part> {
+    let mut parts: Vec<Part> = Vec::new();
+    let mut first = 0;
+    for count in counts {
+        let (rows, is_prompt) = (first..first + count, chains && count > DECODE_ROWS);
+        first = rows.end;
+        match parts.last_mut() {
+            Some(last) if last.is_prompt == is_prompt => last.rows.end = rows.end,
+            _ => parts.push(Part { rows, is_prompt }),
+        }
+    }
+    parts
+}
+
 /// What a segment needs whose last tokens can be taken back: zeros `[tokens]`, the sequence as it is before each of
 /// those tokens, and the numbers of a few pages.
 #[derive(Default)]
@@ -362,18 +386,24 @@ impl Tables {
 
     /// The tables within `words` on the device.
     pub(super) fn on<'a>(&'a self, words: &'a Buffer<u32>) -> OnDevice<'a> {
-        OnDevice { tables: self, words }
+        OnDevice { tables: self, words, ids: self.ids.clone() }
     }
 }
 
 /// Tables on the device.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct OnDevice<'a> {
     pub(super) tables: &'a Tables,
     words: &'a Buffer<u32>,
+    ids: Range<usize>,
 }
 
 impl OnDevice<'_> {
+    /// The same with the token ids of some rows.
+    pub(super) fn with_ids_of(&self, rows: &Range<usize>) -> Self {
+        Self { ids: self.ids.start + rows.start..self.ids.start + rows.end, ..self.clone() }
+    }
+
     /// Rows `part` of those whose logits are computed, the wanted ones first.
     pub(super) fn wanted(&self, part: Range<usize>) -> Result<Buffer<u32>> {
         let first = self.tables.heads.start;
@@ -381,7 +411,7 @@ impl OnDevice<'_> {
     }
 
     pub(super) fn ids(&self) -> Result<Buffer<u32>> {
-        self.words.slice(self.tables.ids.clone())
+        self.words.slice(self.ids.clone())
     }
 
     pub(super) fn positions(&self) -> Result<Buffer<u32>> {
@@ -517,5 +547,16 @@ mod tests {
             [launch(0..500, false), launch(500..501, true), launch(501..1001, false)]
         );
         assert_eq!(of(&[60, 3, 2], true), [launch(0..63, true), launch(63..65, true)], "whole sequences");
+    }
+
+    #[test]
+    fn a_sequence_is_a_prompt_whatever_is_beside_it() {
+        let part = |rows, is_prompt| Part { rows, is_prompt };
+        let (counts, chains) = ([1, DECODE_ROWS, DECODE_ROWS + 1, 500, 1], true);
+        let (short, end) = (1 + DECODE_ROWS, 502 + 2 * DECODE_ROWS);
+        let want = [part(0..short, false), part(short..end, true), part(end..end + 1, false)];
+        assert_eq!(parts(counts.into_iter(), chains), want);
+        assert_eq!(parts(counts.into_iter(), false), [part(0..end + 1, false)]);
+        assert_eq!(parts(std::iter::empty(), chains), []);
     }
 }

@@ -160,15 +160,15 @@ pub(super) fn rotations(lab: &mut Lab<'_>) -> Result<()> {
 }
 
 /// Weights of one kind, on both sides.
-struct Weights {
-    data: Vec<u8>,
+pub(super) struct Weights {
+    pub(super) data: Vec<u8>,
     scales: Vec<u8>,
-    format: MatrixFormat,
+    pub(super) format: MatrixFormat,
     f32_scales: bool,
 }
 
 impl Weights {
-    fn new(lab: &mut Lab<'_>, kind: usize, rows: usize, cols: usize) -> Self {
+    pub(super) fn new(lab: &mut Lab<'_>, kind: usize, rows: usize, cols: usize) -> Self {
         let tiles = rows.div_ceil(128) * (cols / 128);
         match kind {
             0 => {
@@ -188,7 +188,7 @@ impl Weights {
         }
     }
 
-    fn scales(&self) -> Scales<'_> {
+    pub(super) fn scales(&self) -> Scales<'_> {
         match (self.format, self.f32_scales) {
             (MatrixFormat::E4m3, false) => Scales::E8m0(&self.scales),
             (MatrixFormat::E4m3, true) => Scales::F32(&self.scales),
@@ -196,7 +196,7 @@ impl Weights {
         }
     }
 
-    fn put(&self, lab: &mut Lab<'_>) -> Result<Weight> {
+    pub(super) fn put(&self, lab: &mut Lab<'_>) -> Result<Weight> {
         Ok(match (self.format, self.f32_scales) {
             (MatrixFormat::E4m3, false) => Weight::E4m3 { data: lab.put(&self.data)?, scales: lab.put(&self.scales)? },
             (MatrixFormat::E4m3, true) => {

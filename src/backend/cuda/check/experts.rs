@@ -76,12 +76,12 @@ fn rest(ids: &mut [u32], experts: usize, top_k: usize) {
     ids.chunks_exact_mut(top_k).skip(1).step_by(3).for_each(|ids| ids.fill(experts as u32));
 }
 
-fn grouping(lab: &mut Lab<'_>, ids: &[u32], experts: usize) -> Result<Grouping> {
+pub(super) fn grouping(lab: &mut Lab<'_>, ids: &[u32], experts: usize) -> Result<Grouping> {
     let ids = lab.put(ids)?;
     Grouping::new(&mut lab.arena, ids, experts)
 }
 
-fn random_ids(lab: &mut Lab<'_>, tokens: usize, experts: usize, top_k: usize) -> Vec<u32> {
+pub(super) fn random_ids(lab: &mut Lab<'_>, tokens: usize, experts: usize, top_k: usize) -> Vec<u32> {
     let mut ids = Vec::new();
     for _ in 0..tokens {
         let mut all: Vec<u32> = (0..experts as u32).collect();
@@ -138,7 +138,7 @@ pub(super) fn group(lab: &mut Lab<'_>) -> Result<()> {
 }
 
 /// One matrix of every expert, on both sides.
-struct Bank {
+pub(super) struct Bank {
     data: Vec<Vec<u8>>,
     scales: Vec<Vec<u8>>,
     addresses: [Buffer<u64>; 2],
@@ -150,7 +150,13 @@ struct Bank {
 }
 
 impl Bank {
-    fn new(lab: &mut Lab<'_>, format: ExpertFormat, experts: usize, rows: usize, cols: usize) -> Result<Self> {
+    pub(super) fn new(
+        lab: &mut Lab<'_>,
+        format: ExpertFormat,
+        experts: usize,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Self> {
         let (mut data, mut scales, mut buffers) = (Vec::new(), Vec::new(), Vec::new());
         let mut addresses = [Vec::new(), Vec::new()];
         for _ in 0..experts {
@@ -174,11 +180,11 @@ impl Bank {
         Ok(Self { data, scales, addresses, _buffers: buffers, format, rows, cols })
     }
 
-    fn experts(&self) -> Experts<'_> {
+    pub(super) fn experts(&self) -> Experts<'_> {
         Experts { data: &self.addresses[0], scales: &self.addresses[1] }
     }
 
-    fn view(&self, e: usize) -> MatrixRef<'_> {
+    pub(super) fn view(&self, e: usize) -> MatrixRef<'_> {
         let (format, scales) = match self.format {
             ExpertFormat::E2m1 => (MatrixFormat::E2m1, Scales::E8m0(&self.scales[e])),
             ExpertFormat::E4m3 => (MatrixFormat::E4m3, Scales::E8m0(&self.scales[e])),
@@ -189,7 +195,7 @@ impl Bank {
 }
 
 /// float32 sums in another order, rounded to bf16: a few results go to the neighbour.
-const NEIGHBOURS: f64 = 5e-4;
+pub(super) const NEIGHBOURS: f64 = 5e-4;
 
 pub(super) fn experts(lab: &mut Lab<'_>) -> Result<()> {
     let (experts, top_k) = (8, 2);

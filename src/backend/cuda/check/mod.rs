@@ -11,6 +11,7 @@ mod fusions;
 mod lab;
 mod long;
 mod pages;
+mod prompts;
 mod sample;
 mod sequence;
 mod timing;
@@ -94,6 +95,8 @@ const GROUPS: &[(&str, Group)] = &[
     ("route", experts::route),
     ("group", experts::group),
     ("experts", experts::experts),
+    ("prompts: linear", prompts::linear),
+    ("prompts: experts", prompts::experts),
     ("swiglu", experts::swiglu),
     ("combine", experts::combine),
     ("chain", experts::chain),

@@ -275,6 +275,15 @@ fn linear(b: &mut Bench<'_>) -> Result<()> {
                     Job { weight: &weights[i], first_row: 0, rows, cols, x: &x, x_stride: cols, y, y_stride: rows };
                 ops::linear(stream, &[job], tokens, Some(&workspace))
             })?;
+            if tokens <= 64 || !ops::has_chains(b.gpu) {
+                continue;
+            }
+            b.time(format!("prompt {name} {rows}x{cols}, {tokens} tokens"), bytes, flops, n, |stream, i| {
+                let y = Output::Bf16(y.clone());
+                let job =
+                    Job { weight: &weights[i], first_row: 0, rows, cols, x: &x, x_stride: cols, y, y_stride: rows };
+                ops::linear_chain(stream, &[job], tokens, &workspace)
+            })?;
         }
         b.restart()?;
     }
@@ -318,29 +327,42 @@ fn experts(b: &mut Bench<'_>) -> Result<()> {
         for g in &groupings {
             ops::group(&b.stream, g)?;
         }
-        let up_call = |stream: &Stream, i: usize| {
+        let up_call = |stream: &Stream, g: &Grouping| {
             let matrices = [Experts { data: &w1.0, scales: &w1.1 }, Experts { data: &w3.0, scales: &w3.1 }];
             let (rows, cols, format) = (inter, D, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &x, top_k: Some(top_k), y: &up, tokens };
-            ops::expert_product(stream, &groupings[i], &a, Some(&workspace), None)
+            ops::expert_product(stream, g, &a, Some(&workspace), None)
         };
-        let down_call = |stream: &Stream, i: usize| {
+        let down_call = |stream: &Stream, g: &Grouping| {
             let matrices = [Experts { data: &w2.0, scales: &w2.1 }];
             let (rows, cols, format) = (D, inter, ExpertFormat::E2m1);
             let a = Product { matrices: &matrices, rows, cols, format, x: &act, top_k: None, y: &down, tokens };
-            ops::expert_product(stream, &groupings[i], &a, Some(&workspace), None)
+            ops::expert_product(stream, g, &a, Some(&workspace), None)
         };
         let name = format!("{tokens} tokens, {touched} experts");
-        b.time(format!("experts gate+up, {name}"), size * 2.0 / 3.0, flops * 2.0 / 3.0, rounds, up_call)?;
-        b.time(format!("experts down, {name}"), size / 3.0, flops / 3.0, rounds, down_call)?;
+        b.time(format!("experts gate+up, {name}"), size * 2.0 / 3.0, flops * 2.0 / 3.0, rounds, |stream, i| {
+            up_call(stream, &groupings[i])
+        })?;
+        b.time(format!("experts down, {name}"), size / 3.0, flops / 3.0, rounds, |stream, i| {
+            down_call(stream, &groupings[i])
+        })?;
+        if tokens > 64 {
+            let prompts = groupings.iter().map(|g| g.part(0..places, true)).collect::<Result<Vec<_>>>()?;
+            b.time(format!("prompt gate+up, {name}"), size * 2.0 / 3.0, flops * 2.0 / 3.0, rounds, |stream, i| {
+                up_call(stream, &prompts[i])
+            })?;
+            b.time(format!("prompt down, {name}"), size / 3.0, flops / 3.0, rounds, |stream, i| {
+                down_call(stream, &prompts[i])
+            })?;
+        }
         b.time(format!("experts all 5 launches, {name}"), size, flops, rounds, |stream, i| {
             let g = &groupings[i];
             ops::group(stream, g)?;
-            up_call(stream, i)?;
+            up_call(stream, g)?;
             let (routed, routes) = (Some((&up, &act)), (&weights, &g.order));
             let swiglu = Swiglu { routed, routes, shared: None, width: inter, limit: 10.0, quantise: true };
             ops::swiglu(stream, &swiglu)?;
-            down_call(stream, i)?;
+            down_call(stream, g)?;
             ops::combine(stream, &down, &shared, (&g.places, &g.used()?), &y, D)
         })?;
     }

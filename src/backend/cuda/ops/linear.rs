@@ -73,6 +73,22 @@ pub(crate) struct Job<'a> {
     pub(crate) y_stride: usize,
 }
 
+impl<'a> Job<'a> {
+    /// The same product once more.
+    pub(super) fn again(&self) -> Self {
+        Self { y: self.y.clone(), ..*self }
+    }
+
+    /// The same for rows of `x`, whose first rows are the product's from `first` on.
+    pub(crate) fn of_rows(&self, first: usize, x: &'a Buffer<u16>) -> Result<Self> {
+        let y = match &self.y {
+            Output::Bf16(y) => Output::Bf16(y.slice(first * self.y_stride..y.len())?),
+            Output::F32(y) => Output::F32(y.slice(first * self.y_stride..y.len())?),
+        };
+        Ok(Self { x, y, ..*self })
+    }
+}
+
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct Matrix {

@@ -5,6 +5,7 @@
 
 mod attention;
 mod cache;
+mod chain;
 mod hybrid;
 mod hyper;
 mod indexer;
@@ -19,6 +20,7 @@ pub(crate) use attention::{
     Attention, AttentionKernel, Entries, Path as AttentionPath, attend, attend_by, hopper_kernels,
 };
 pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
+pub(crate) use chain::{has_chains, linear_chain};
 pub(crate) use hybrid::{CombineAll, combine_all, divide};
 pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
 pub(crate) use indexer::{

@@ -1,9 +1,11 @@
 //! `kernels/moe.cu`: router, grouping by expert, grouped products, SwiGLU, sum.
 
+use std::ops::Range;
+
 use super::super::memory::{Arena, Buffer};
 use super::super::stream::Stream;
 use super::linear::{Job, RawJob, check, linear, many_shared, stream_blocks, stream_shared, streams, weight_bytes};
-use super::{Launch, Params, at_least, exact, multiple, rows, wide, word};
+use super::{Launch, Params, at_least, chain, exact, multiple, rows, wide, word};
 use crate::error::{Result, bail};
 
 /// Limits of the kernels' registers and shared memory.
@@ -100,6 +102,7 @@ pub(crate) fn route(stream: &Stream, a: &Route<'_>) -> Result<()> {
 }
 
 /// Assignments sorted by expert. All buffers but `ids` are written by [`group`].
+#[derive(Clone)]
 pub(crate) struct Grouping {
     /// `[assignments]` expert of each; from the number of experts on, nobody's.
     pub(crate) ids: Buffer<u32>,
@@ -120,6 +123,8 @@ pub(crate) struct Grouping {
     /// `[3]`: active experts, tiles, eights.
     pub(crate) totals: Buffer<u32>,
     experts: usize,
+    /// Whether the rows are prompts', whose sums have the order of `kernels/chain.cu` where there is a kernel for them.
+    is_prompt: bool,
 }
 
 impl Grouping {
@@ -139,6 +144,18 @@ impl Grouping {
             totals: take("the expert totals", 3)?,
             ids,
             experts,
+            is_prompt: false,
+        })
+    }
+
+    /// Some of the assignments by themselves; what is not theirs alone serves one part after the other.
+    pub(crate) fn part(&self, assignments: Range<usize>, is_prompt: bool) -> Result<Self> {
+        Ok(Self {
+            ids: self.ids.slice(assignments.clone())?,
+            order: self.order.slice(assignments.clone())?,
+            places: self.places.slice(assignments)?,
+            is_prompt,
+            ..self.clone()
         })
     }
 
@@ -263,8 +280,8 @@ unsafe impl Params for ExpertParams {}
 /// matrices of the given shape, which is the caller's promise.
 ///
 /// `workspace`, of [`Grouping::images_len`] of the columns, lets many tokens use the kernels for Hopper; without it, or with
-/// a smaller one, the product is slower, never different. A product `beside` it, of the same tokens and with a workspace as
-/// of [`linear`], shares the launch of a single token.
+/// a smaller one, the product is slower, never different; prompts need it. A product `beside` it, of the same tokens and with
+/// a workspace as of [`linear`], shares the launch of a single token; prompts have none.
 pub(crate) fn expert_product(
     stream: &Stream,
     g: &Grouping,
@@ -314,6 +331,11 @@ pub(crate) fn expert_product(
         inputs: word("inputs of experts", inputs)?,
         pad: 0,
     };
+    if g.is_prompt && chain::has_experts(stream, a.format) {
+        let Some(workspace) = workspace else { bail!(InvalidArgument, "experts of a prompt without a workspace") };
+        // SAFETY: sizes checked above; the experts' addresses are the caller's promise.
+        return unsafe { chain::experts(stream, g, a, &params, workspace) };
+    }
     if is_for_tiles(a.tokens, places, g.experts)
         && let Some(workspace) = workspace.filter(|w| wide::suits_experts(stream, g, a.cols, w))
     {

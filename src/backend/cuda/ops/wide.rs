@@ -12,10 +12,10 @@ use super::{Launch, Params, word};
 use crate::error::{Result, bail};
 
 /// Rows and tokens of a tile, tokens of an image, columns of a block.
-const TILE: usize = 128;
-const IMAGE_TOKENS: usize = 64;
-const BLOCK: usize = 128;
-const IMAGE_BYTES: usize = IMAGE_TOKENS * BLOCK * 2;
+pub(super) const TILE: usize = 128;
+pub(super) const IMAGE_TOKENS: usize = 64;
+pub(super) const BLOCK: usize = 128;
+pub(super) const IMAGE_BYTES: usize = IMAGE_TOKENS * BLOCK * 2;
 const THREADS: u32 = 512;
 /// Tokens below which a product is not cut for want of workspace.
 const FEWEST_TOKENS: usize = 512;
@@ -83,15 +83,15 @@ struct WideParams {
 unsafe impl Params for WideParams {}
 
 /// Inputs of several products, each once, with the places of their images in a workspace.
-struct Images {
+pub(super) struct Images {
     inputs: [Arranged; MAX_JOBS],
     count: usize,
     /// Tokens, a multiple of a tile's, of which the workspace holds all images.
-    tokens: usize,
+    pub(super) tokens: usize,
 }
 
 impl Images {
-    fn of(jobs: &[Job<'_>], tokens: usize, workspace: &Buffer<f32>) -> Self {
+    pub(super) fn of(jobs: &[Job<'_>], tokens: usize, workspace: &Buffer<f32>) -> Self {
         let mut images = Self { inputs: Default::default(), count: 0, tokens: 0 };
         for job in jobs.iter().take(MAX_JOBS) {
             if images.find(job).is_none() {
@@ -110,7 +110,7 @@ impl Images {
         images
     }
 
-    fn find(&self, job: &Job<'_>) -> Option<u64> {
+    pub(super) fn find(&self, job: &Job<'_>) -> Option<u64> {
         let same = |input: &&Arranged| Arranged { image: 0, ..**input } == key(job);
         self.inputs[..self.count].iter().find(same).map(|input| input.image)
     }
@@ -174,7 +174,7 @@ pub(super) fn linear(stream: &Stream, jobs: &[Job<'_>], tokens: usize, workspace
 }
 
 /// Writes the images of `count` tokens from `first`.
-fn arrange(stream: &Stream, images: &Images, first: usize, count: usize) -> Result<()> {
+pub(super) fn arrange(stream: &Stream, images: &Images, first: usize, count: usize) -> Result<()> {
     let mut params = ArrangeParams { inputs: images.inputs, tokens: word("tokens", count)?, unused: 0 };
     let mut blocks = 0;
     for input in &mut params.inputs[..images.count] {
@@ -250,11 +250,16 @@ pub(super) fn suits_experts(stream: &Stream, g: &Grouping, cols: usize, workspac
         && g.images_len(cols) <= workspace.len()
 }
 
-/// The product that `p` describes; [`suits_experts`] said yes.
+/// Writes the images of the inputs of the product that `p` describes.
 ///
 /// # Safety
-/// As [`Stream::launch`] for `p`.
-pub(super) unsafe fn experts(stream: &Stream, g: &Grouping, p: &ExpertParams, workspace: &Buffer<f32>) -> Result<()> {
+/// As [`Stream::launch`] for `p` and `workspace`, of [`Grouping::images_len`].
+pub(super) unsafe fn arrange_experts(
+    stream: &Stream,
+    g: &Grouping,
+    p: &ExpertParams,
+    workspace: &Buffer<f32>,
+) -> Result<()> {
     let params = ArrangeExpertsParams {
         x: p.x,
         order: p.order,
@@ -270,8 +275,17 @@ pub(super) unsafe fn experts(stream: &Stream, g: &Grouping, p: &ExpertParams, wo
     };
     let grid = [g.most_tiles(), p.cols as usize / BLOCK, 1];
     let kernel = stream.gpu().kernel("arrange_experts")?;
+    // SAFETY: the caller's contract.
+    unsafe { stream.launch(kernel, Launch { grid, block: 256, shared: 0 }, &params) }
+}
+
+/// The product that `p` describes; [`suits_experts`] said yes.
+///
+/// # Safety
+/// As [`Stream::launch`] for `p`.
+pub(super) unsafe fn experts(stream: &Stream, g: &Grouping, p: &ExpertParams, workspace: &Buffer<f32>) -> Result<()> {
     // SAFETY: the caller's contract; `suits_experts` saw the workspace.
-    unsafe { stream.launch(kernel, Launch { grid, block: 256, shared: 0 }, &params)? };
+    unsafe { arrange_experts(stream, g, p, workspace)? };
     let wide = ExpertWideParams {
         data: p.data,
         scales: p.scales,
