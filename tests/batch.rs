@@ -14,6 +14,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
+use common::at_end::AtEnd;
 use common::golden;
 use common::subject;
 use common::truth::{Rng, Truth};
@@ -244,8 +245,9 @@ fn a_cancelled_prompt_keeps_its_chunks_and_goes_on_to_the_same_logits() {
                     }
                 });
             }
-            // 480 are in the chunks before the last
-            for (at, outside) in [(5, true), (250, true), (480, true), (5, false), (250, false), (480, false)] {
+            let _done = AtEnd(&done);
+            // chunks have up to 32 tokens, so 460 are in those before the last
+            for (at, outside) in [(5, true), (250, true), (460, true), (5, false), (250, false), (460, false)] {
                 let mut session = subject::session(&engine, LONGEST);
                 let token = session.cancel_token();
                 let mut steps_after = 0;
@@ -266,7 +268,6 @@ fn a_cancelled_prompt_keeps_its_chunks_and_goes_on_to_the_same_logits() {
                 session.feed(&prompt[kept..]).unwrap();
                 truth.check(&session, 0, &format!("cancelled at {at}"));
             }
-            done.store(true, Ordering::Relaxed);
         });
         let stats = engine.cache_stats();
         assert_eq!(stats.prefix_blocks - stats.evictable_blocks, 0, "no block leaks");
@@ -306,11 +307,11 @@ fn a_session_that_only_waits_is_worked_for_by_another_thread() {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
+            let _done = AtEnd(&done);
             let mut session = subject::session(&engine, LONGEST);
             session.set_call_options(CallOptions { waits_only: true, ..CallOptions::default() });
             session.feed(&truth.timelines[2][..300]).unwrap();
             truth.check(&session, 2, "a session that waits");
-            done.store(true, Ordering::Relaxed);
         });
         let mut steps = 0;
         while !done.load(Ordering::Relaxed) {
@@ -352,13 +353,14 @@ fn decoding_sessions_get_a_token_in_every_step_of_another_sessions_prompt() {
             .collect();
         let mut reader = subject::session(&engine, LONGEST);
         ready.wait();
+        let at_end = AtEnd(&done);
         reader
             .feed_with(&truth.timelines[4][..], &mut |_| {
                 chunks.fetch_add(1, Ordering::Relaxed);
                 ControlFlow::Continue(())
             })
             .unwrap();
-        done.store(true, Ordering::Relaxed);
+        drop(at_end);
         truth.check(&reader, 4, "the reader");
         let mut waits: Vec<usize> = decoding.into_iter().flat_map(|handle| handle.join().unwrap()).collect();
         waits.sort_unstable();
@@ -397,8 +399,9 @@ fn decoding_sessions_wait_less_than_three_steps_for_a_token_while_another_reads_
         let prompt: Vec<u32> = (0..PROMPT).map(|_| rng.next(vocab) as u32).collect();
         let mut reader = subject::session(&engine, PROMPT);
         ready.wait();
+        let at_end = AtEnd(&done);
         reader.feed(&prompt).unwrap();
-        done.store(true, Ordering::Relaxed);
+        drop(at_end);
         println!("the prompt was read in {} steps", reader.metrics().steps);
         decoding.into_iter().flat_map(|handle| handle.join().unwrap()).collect()
     });

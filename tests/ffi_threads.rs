@@ -1,6 +1,10 @@
 //! The C API from several threads, and after `fork()`.
 #![cfg(unix)]
 
+#[path = "common/at_end.rs"]
+#[allow(unreachable_pub, reason = "several test binaries use it")]
+mod at_end;
+
 use std::ffi::{CStr, CString, c_void};
 use std::path::Path;
 use std::ptr::{null, null_mut};
@@ -9,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use at_end::AtEnd;
 use dsv4::ffi::cache::*;
 use dsv4::ffi::call::*;
 use dsv4::ffi::engine::*;
@@ -159,8 +164,8 @@ fn figures_are_read_and_steps_are_run_in_callbacks_while_sessions_come_and_go() 
                 })
             })
             .collect();
+        let _done = AtEnd(done);
         workers.into_iter().for_each(|worker| worker.join().expect("each of its calls succeeds"));
-        done.store(true, Ordering::Relaxed);
     });
     // SAFETY: not used any more.
     unsafe { dsv4_model_free(handles.model) };
@@ -309,6 +314,7 @@ fn after_a_fork_the_parent_goes_on_and_the_child_gets_a_status_and_never_hangs()
             // SAFETY: not used any more.
             unsafe { dsv4_session_free(session) };
         });
+        let at_end = AtEnd(done);
         // and a request that the worker's steps take along
         let submitted = new_session(shared.engine);
         let (status, request) = submit(submitted, &[6; 60]);
@@ -330,7 +336,7 @@ fn after_a_fork_the_parent_goes_on_and_the_child_gets_a_status_and_never_hangs()
         unsafe { dsv4_request_free(request) };
         // SAFETY: not used any more.
         unsafe { dsv4_session_free(submitted) };
-        done.store(true, Ordering::Relaxed);
+        drop(at_end);
         worker.join().expect("the parent's thread went on");
     });
     assert_eq!(feed(handles.session, &[5; 30], None, null_mut()), OK);

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::at_end::AtEnd;
 use common::golden;
 use common::subject;
 use common::truth::{Rng, Truth};
@@ -52,15 +53,6 @@ fn until_all_end(engine: &Engine, mut calls: Vec<Pending>) -> Vec<(Vec<Event>, P
         }
     }
     news.into_iter().zip(calls).collect()
-}
-
-/// Ends the other threads' loops, also where a check fails.
-struct AtEnd<'a>(&'a AtomicBool);
-
-impl Drop for AtEnd<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }
 
 fn end(news: &[Event]) -> Result<Option<Finish>, dsv4::Error> {
@@ -231,7 +223,8 @@ fn a_submitted_call_that_is_cancelled_or_dropped_leaves_its_chunks_and_no_block(
                     }
                 });
             }
-            for at in [0, 5, 250, 480] {
+            // chunks have up to 32 tokens, so 460 are in those before the last
+            for at in [0, 5, 250, 460] {
                 for how in ["cancelled", "taken back", "dropped"] {
                     let what = format!("{how} at {at}, {has_leader}");
                     let mut call = subject::session(&engine, LONGEST).submit(prompt.to_vec());
