@@ -107,6 +107,13 @@ void send_data(const httplib::DataSink &sink, const Json &data)
     send(sink, "data: " + data.dump() + "\n\n");
 }
 
+// A part of an answer as OpenAI's clients take it.
+void send_chunk(const httplib::DataSink &sink, const Json &delta, const Json &finish_reason)
+{
+    const Json choice{{"index", 0}, {"delta", delta}, {"finish_reason", finish_reason}};
+    send_data(sink, Json{{"object", "chat.completion.chunk"}, {"choices", Json::array({choice})}});
+}
+
 class Server {
 public:
     Server(const dsv4::Model &model, const dsv4::Engine &engine) : model_(model), engine_(engine)
@@ -179,10 +186,11 @@ private:
             if (event.kind == dsv4::RequestEventKind::piece) chat.parser.push(event.token);
             if (event.kind == dsv4::RequestEventKind::end) chat.parser.finish();
             for (const dsv4::Event &part : chat.parser) {
-                if (part.kind != dsv4::EventKind::content) continue;
-                const Json choice{{"index", 0}, {"delta", Json{{"content", part.text}}}, {"finish_reason", nullptr}};
-                send_data(sink, Json{{"object", "chat.completion.chunk"}, {"choices", Json::array({choice})}});
+                if (part.kind == dsv4::EventKind::content) send_chunk(sink, Json{{"content", part.text}}, nullptr);
             }
+            if (event.kind != dsv4::RequestEventKind::end) return;
+            const bool is_cut = event.finish == dsv4::Finish::max_tokens || event.finish == dsv4::Finish::context_full;
+            send_chunk(sink, Json::object(), is_cut ? "length" : "stop");
         });
     }
 

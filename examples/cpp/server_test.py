@@ -45,13 +45,16 @@ def ask(port, number):
     question = {"role": "user", "content": "Write a story about the sea."}
     response = post(port, json.dumps({"messages": [question], "max_tokens": TOKENS, "seed": number}))
     assert response.status == 200 and response.headers["Content-Type"] == "text/event-stream"
-    text = ""
+    text, reason = "", None
     for line in response:
         data = line.decode().strip().removeprefix("data: ")
         if data == "[DONE]":
+            assert reason in ("stop", "length"), f"an answer ended for the reason {reason}"
             return text
         if line.startswith(b"data: "):
-            text += json.loads(data)["choices"][0]["delta"]["content"]
+            assert reason is None, f"after the last chunk came {data}"
+            (choice,) = json.loads(data)["choices"]
+            text, reason = text + choice["delta"].get("content", ""), choice["finish_reason"]
         else:
             assert not data or data.startswith(":"), data
     raise AssertionError(f"the stream ended early: {text}")

@@ -114,22 +114,34 @@ func (s *server) chat(w http.ResponseWriter, r *http.Request) {
 	}
 	defer parser.Close()
 	w.Header().Set("Content-Type", "text/event-stream")
-	pieces := session.Generate(r.Context(), sampler, &dsv4.GenerationOptions{MaxTokens: q.MaxTokens})
+	finish := dsv4.FinishNone
+	pieces := func(yield func(dsv4.Piece, error) bool) {
+		for piece, err := range session.Generate(r.Context(), sampler, &dsv4.GenerationOptions{MaxTokens: q.MaxTokens}) {
+			if finish = piece.Finish; !yield(piece, err) {
+				return
+			}
+		}
+	}
 	for event, err := range parser.Events(pieces) {
 		switch {
 		case err != nil:
 			send(w, map[string]any{"error": map[string]any{"message": err.Error()}})
 			return
 		case event.Kind == dsv4.EventContent:
-			send(w, chunk(event.Text))
+			send(w, chunk(map[string]any{"content": event.Text}, nil))
 		}
 	}
+	reason := "stop"
+	if finish == dsv4.FinishMaxTokens || finish == dsv4.FinishContextFull {
+		reason = "length"
+	}
+	send(w, chunk(map[string]any{}, reason))
 	_, _ = io.WriteString(w, "data: [DONE]\n\n")
 }
 
 // chunk is a part of an answer as OpenAI's clients take it.
-func chunk(text string) map[string]any {
-	choice := map[string]any{"index": 0, "delta": map[string]any{"content": text}, "finish_reason": nil}
+func chunk(delta map[string]any, finishReason any) map[string]any {
+	choice := map[string]any{"index": 0, "delta": delta, "finish_reason": finishReason}
 	return map[string]any{"object": "chat.completion.chunk", "choices": []any{choice}}
 }
 

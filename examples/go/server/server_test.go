@@ -45,20 +45,27 @@ func ask(ctx context.Context, address, question string, seed int) (text string, 
 	if response.StatusCode != http.StatusOK {
 		return "", fmt.Errorf("status %s", response.Status)
 	}
-	lines := bufio.NewScanner(response.Body)
+	reason, lines := "", bufio.NewScanner(response.Body)
 	for lines.Scan() {
 		data, found := strings.CutPrefix(lines.Text(), "data: ")
 		if data == "[DONE]" {
+			if reason != "stop" && reason != "length" {
+				return text, fmt.Errorf("an answer ended for the reason %q", reason)
+			}
 			return text, nil
 		}
 		var chunk struct {
-			Choices []struct{ Delta struct{ Content string } }
+			Choices []struct {
+				Delta        struct{ Content string }
+				FinishReason string `json:"finish_reason"`
+			}
 		}
 		if found {
 			if err := json.Unmarshal([]byte(data), &chunk); err != nil || len(chunk.Choices) == 0 {
 				return text, fmt.Errorf("%s: %v", data, err)
 			}
 			text += chunk.Choices[0].Delta.Content
+			reason = chunk.Choices[0].FinishReason
 		}
 	}
 	return text, fmt.Errorf("the stream ended early: %v", lines.Err())
