@@ -140,6 +140,38 @@ fn a_text_has_the_same_logits_up_to_rounding_wherever_the_experts_are() {
     }
 }
 
+/// The first step of a shape is launched kernel by kernel and answered in between; the second becomes a graph, in which the
+/// device waits for the host, and later ones are that graph.
+#[test]
+fn a_graph_that_waits_for_the_host_has_the_bits_of_steps_that_are_answered_in_between() {
+    let Some(device) = subject::device() else {
+        return shared::say("SKIPPED graphs with experts on the host: no device (set DSV4_TEST_DEVICE)");
+    };
+    let model = Model::open(folder()).expect("the model opens");
+    let (text, all) = (texts(&model)[0][..RANDOM].to_vec(), model.config().n_routed_experts);
+    for gpu_experts in [0, 1, all / 2] {
+        let options =
+            EngineOptions { device, gpu_experts: Some(gpu_experts), cache_bytes: 1 << 30, ..EngineOptions::default() };
+        let engine = Engine::new(&model, options).expect("an engine");
+        let mut rounds = (0..4).map(|_| {
+            let mut session = fed(&engine, &text[..40]);
+            text[40..44]
+                .iter()
+                .map(|&token| {
+                    session.feed(&[token]).expect("a token");
+                    subject::logits(&session).to_vec()
+                })
+                .collect::<Vec<_>>()
+        });
+        let first = rounds.next().expect("a round");
+        assert!(first.iter().flatten().all(|logit| logit.is_finite()));
+        // of the first round's tokens only the first one's step was launched plainly
+        assert!(rounds.all(|round| round == first), "{gpu_experts} of {all} experts on the device");
+        let figures = research::HostFigures::of(&engine).expect("the host has experts");
+        assert!(figures.layers > 0 && figures.experts > 0, "{figures:?}");
+    }
+}
+
 #[test]
 fn half_layers_in_reference_numerics_are_those_of_the_cpu() {
     check_half_layers("half layers, reference", Numerics::Reference);

@@ -122,7 +122,9 @@ impl Engine {
         if options.numerics == Numerics::Exact && kv_format == KvFormat::Fp8 {
             bail!(InvalidArgument, "numerics exact has no fp8 cache: use kvquant, or a bf16 or f32 cache");
         }
-        let cpu = Arc::new(Cpu::new(options.threads)?);
+        // beside a GPU, the thread that leads a step waits for the device anyway
+        let make = if options.device == DeviceChoice::Cpu { Cpu::new } else { Cpu::beside_caller };
+        let cpu = Arc::new(make(options.threads)?);
         // the small vectors are widened now, so that a step meets no page of them for the first time
         model.weights().prepare()?;
         let tables = Tables::new(model.config());

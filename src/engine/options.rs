@@ -222,9 +222,18 @@ impl EngineOptions {
 
 /// Physical memory in bytes; 16 GiB where the system does not tell.
 fn machine_memory() -> u64 {
-    let total = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
-    });
-    total.map_or(16 << 30, |kib| kib << 10)
+    memory_figure("MemTotal:").unwrap_or(16 << 30)
+}
+
+/// Bytes of memory that are free or hold what can be read again; `None` where the system does not tell.
+#[cfg(feature = "cuda")]
+pub(super) fn available_memory() -> Option<u64> {
+    memory_figure("MemAvailable:")
+}
+
+fn memory_figure(name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
+    Some(kib << 10)
 }

@@ -196,11 +196,13 @@ impl Bands {
     /// Small enough that every thread gets several units, large enough that a unit's own preparations vanish.
     fn new(plans: &[Plan<'_>], threads: usize) -> Self {
         let least = if plans.iter().all(|p| p.tokens == 1) { 16 } else { 32 };
+        // products in integers prepare nothing a unit; more of them end more nearly together
+        let each = if plans.iter().all(|p| p.input.digits > 0) { 16 } else { 8 };
         let units = |rows: usize| {
             plans.iter().map(|p| p.weight.rows.div_ceil(rows) * p.tokens.div_ceil(TOKEN_BLOCK)).sum::<usize>()
         };
         let mut rows = 128;
-        while rows > least && threads > 1 && units(rows) < 8 * threads {
+        while rows > least && threads > 1 && units(rows) < each * threads {
             rows /= 2;
         }
         Self { rows }

@@ -38,7 +38,16 @@ pub struct Cpu {
 impl Cpu {
     /// A backend with `threads` threads (0: one per core) and the best instruction set of this machine.
     pub fn new(threads: usize) -> Result<Self> {
-        Ok(Self { pool: Pool::new(threads)?, simd: Simd::detect(), scratch: Mutex::new(Vec::new()), noise: false })
+        Ok(Self::with_pool(Pool::new(threads)?))
+    }
+
+    /// The same, where one of the threads is the caller's ([`Pool::beside_caller`]).
+    pub fn beside_caller(threads: usize) -> Result<Self> {
+        Ok(Self::with_pool(Pool::beside_caller(threads)?))
+    }
+
+    fn with_pool(pool: Pool) -> Self {
+        Self { pool, simd: Simd::detect(), scratch: Mutex::new(Vec::new()), noise: false }
     }
 
     /// Adds to every product what other orders of its float32 sum would change: for tests that ask whether a difference is

@@ -66,6 +66,7 @@ const SYMBOLS: &[&str] = &[
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamEndCapture",
+    "cuStreamQuery",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
 ];

@@ -149,6 +149,7 @@ mod tests {
             "attention_runs_sm90",
             "attention_sm90",
             "compressor",
+            "exchange",
             "hybrid",
             "hyper",
             "indexer",

@@ -7,6 +7,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use cudarc::driver::sys;
 
@@ -174,6 +175,28 @@ impl Pinned {
         }
         // SAFETY: within the memory, which is aligned to a page, and any bytes are a value; the borrow is exclusive.
         Ok(unsafe { std::slice::from_raw_parts(self.address.cast(), len) })
+    }
+
+    /// The same to write to, which the device must not be reading for anything that counts.
+    ///
+    /// # Errors
+    /// As [`Self::values`].
+    pub(crate) fn values_mut<T: Plain>(&mut self, len: usize) -> Result<&mut [T]> {
+        self.values::<T>(len)?;
+        // SAFETY: as in `values`.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.address.cast(), len) })
+    }
+
+    /// The word at byte `at`, by which host and device tell each other how far they are.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it lies outside or is not aligned.
+    pub(crate) fn flag(&self, at: usize) -> Result<&AtomicU32> {
+        if at.checked_add(size_of::<u32>()).is_none_or(|end| end > self.bytes) || !at.is_multiple_of(size_of::<u32>()) {
+            bail!(InvalidArgument, "a word at {at} of {} pinned bytes", self.bytes);
+        }
+        // SAFETY: within the memory, aligned, any bytes are a value; a shared borrow gives out nothing but flags.
+        Ok(unsafe { AtomicU32::from_ptr(self.address.add(at).cast()) })
     }
 }
 

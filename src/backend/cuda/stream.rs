@@ -73,6 +73,21 @@ impl Stream {
         Ok(())
     }
 
+    /// Whether everything queued has ended.
+    ///
+    /// # Errors
+    /// As [`Self::synchronize`].
+    pub(crate) fn is_idle(&self) -> Result<bool> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: the stream lives as long as `self`.
+        let status = unsafe { sys::cuStreamQuery(self.raw) };
+        if status == sys::CUresult::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        self.gpu.check("looking after the device", status)?;
+        Ok(true)
+    }
+
     /// Queues a kernel.
     ///
     /// # Safety
@@ -177,6 +192,18 @@ impl Stream {
             let from = pinned.address().add(at).cast();
             sys::cuMemcpyHtoDAsync_v2(to.address(), from, to.bytes(), self.raw)
         };
+        self.gpu.check("copying to the device", status)
+    }
+
+    /// Queues a copy of the first bytes of `from` to the device; they must stay as they are until the next
+    /// [`Self::synchronize`].
+    pub(crate) fn write_pinned<T: Plain>(&self, to: &Buffer<T>, from: &Pinned) -> Result<()> {
+        if to.bytes() > from.len() {
+            bail!(InvalidArgument, "a device buffer of {} bytes from {} pinned ones", to.bytes(), from.len());
+        }
+        let _current = self.gpu.enter()?;
+        // SAFETY: both sides have this many bytes; pinned memory lives until its owner, who waits, drops it.
+        let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().cast(), to.bytes(), self.raw) };
         self.gpu.check("copying to the device", status)
     }
 

@@ -2,10 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use dsv4::research::HostFigures;
 use dsv4::{CheckpointPolicy, Engine, EngineOptions, Error, ErrorKind, Model, Session, SessionOptions, TokenId, alloc};
 use serde_json::{Value, json};
 
@@ -17,10 +19,12 @@ use crate::output::line;
 use crate::{output, progress};
 
 mod bandwidth;
+mod hybrid;
 mod layers;
 mod sessions;
 
 use bandwidth::Bandwidth;
+use hybrid::Hybrid;
 
 const EXAMPLES: &str = "\
 Prefill: that many tokens fed at once behind a context of the given length.
@@ -34,11 +38,16 @@ those of a cache that sets the longest context aside for each.
 
 --bandwidth compares decoding with a plain multi-threaded sum over the same
 mapped bytes that one token reads (dense weights and its experts), taken in turns
-with it: the share of the memory bandwidth that decoding reaches.
+with it: the share of the memory bandwidth that decoding reaches. Where experts are
+shared out between a GPU and the host, it compares with the time that both need to
+read what they have of a token: bytes of the GPU's weights at the rate of a copy in
+its memory; in each layer's experts the slower of both counts, the host's at the
+rate of the sum over experts.
 
 Examples:
   dsv4 bench examples/models/tiny-v4 --prefill 512 --decode 32 --context 0,1024,4096
   dsv4 bench MODEL --decode 64 --bandwidth --json
+  dsv4 bench MODEL --device cuda --gpu-experts 36 --prefill 0 --decode 128 --bandwidth
   dsv4 bench MODEL --sessions 1,8 --prefill 0 --context 256
   dsv4 bench MODEL --sessions 1,10,50 --prefill 0 --context 2048 --max-context 32768
   dsv4 bench MODEL --sessions 3 --prefill 32768 --context 64";
@@ -105,6 +114,11 @@ pub(crate) struct Args {
 
     #[command(flatten)]
     engine: EngineArgs,
+}
+
+/// Decoding beside what memory allows; its text is a line or several.
+trait Comparison: fmt::Display {
+    fn as_json(&self) -> Value;
 }
 
 /// One kind of measurement with the seconds of each repetition.
@@ -179,12 +193,12 @@ fn measure(args: &Args, engine: &Arc<Engine>, prefills: &[usize]) -> Result {
             bar.inc(1);
         }
     }
-    let bandwidth = if args.bandwidth { Some(bench.bandwidth(engine, args.decode)?) } else { None };
+    let bandwidth = if args.bandwidth { Some(bench.compare(engine, args.decode)?) } else { None };
     bar.finish_and_clear();
     match (args.json, args.csv) {
-        (true, _) => output::json(&as_json(engine, &measurements, bandwidth.as_ref())),
-        (_, true) => print_csv(engine, &measurements, bandwidth.as_ref()),
-        _ => print(engine, &measurements, bandwidth.as_ref()),
+        (true, _) => output::json(&as_json(engine, &measurements, bandwidth.as_deref())),
+        (_, true) => print_csv(engine, &measurements, bandwidth.as_deref()),
+        _ => print(engine, &measurements, bandwidth.as_deref()),
     }
 }
 
@@ -242,6 +256,32 @@ impl Bench {
             self.note(round, start, &mut seconds)?;
         }
         Ok(Measurement { kind: "decode", context, tokens, seconds })
+    }
+
+    /// Decoding beside what memory allows.
+    fn compare(&mut self, engine: &Engine, tokens: usize) -> Result<Box<dyn Comparison>> {
+        Ok(match HostFigures::of(engine) {
+            None => Box::new(self.bandwidth(engine, tokens)?),
+            Some(_) => Box::new(self.hybrid(engine, tokens)?),
+        })
+    }
+
+    /// As [`Self::bandwidth`], with experts on both sides.
+    fn hybrid(&mut self, engine: &Engine, tokens: usize) -> Result<Hybrid> {
+        let mut result = Hybrid::new(engine, tokens)?;
+        self.start_at(0)?;
+        for round in 0..=self.repetitions {
+            let sum = result.sum(engine.model(), round);
+            let before = result.figures(engine);
+            let start = Instant::now();
+            self.decode_once(tokens)?;
+            if round > 0 {
+                result.note(sum, before, result.figures(engine));
+                result.note_device(engine)?;
+            }
+            self.note(round, start, &mut result.decode_seconds)?;
+        }
+        Ok(result)
     }
 
     /// Sums and decodes in turns, from an empty session.
@@ -317,7 +357,7 @@ impl Ids {
     }
 }
 
-fn as_json(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&Bandwidth>) -> Value {
+fn as_json(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&dyn Comparison>) -> Value {
     let c = engine.model().config();
     let one = |m: &Measurement| {
         let [median, min, max] = m.rates();
@@ -348,11 +388,11 @@ fn as_json(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&Ban
             "bytes": engine.model().checkpoint().total_bytes(),
         },
         "measurements": measurements.iter().map(one).collect::<Vec<_>>(),
-        "bandwidth": bandwidth.map(Bandwidth::as_json),
+        "bandwidth": bandwidth.map(|bandwidth| bandwidth.as_json()),
     })
 }
 
-fn print_csv(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&Bandwidth>) -> Result {
+fn print_csv(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&dyn Comparison>) -> Result {
     line("kind,context,tokens,tokens_per_second,min,max,repetitions,threads,simd,numerics")?;
     let setting = format!("{},{},{}", engine.threads(), engine.simd(), engine.options().numerics);
     for m in measurements {
@@ -366,7 +406,7 @@ fn print_csv(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&B
     Ok(())
 }
 
-fn print(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&Bandwidth>) -> Result {
+fn print(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&dyn Comparison>) -> Result {
     let c = engine.model().config();
     line(format_args!(
         "{}, {} threads, {}, {}; {} layers, hidden {}, {} of {} experts",

@@ -1,6 +1,6 @@
 //! The mixture-of-experts half of a layer on the device: `model/deepseek_v4/ffn.rs` with the backend's operations.
 
-use super::host::HostExperts;
+use super::host::{HostExperts, Question};
 use super::step::Run;
 use super::weights::Route as Routing;
 use crate::backend::cuda::memory::Buffer;
@@ -45,7 +45,8 @@ impl Run<'_> {
         if let Some(here) = &w.here {
             ops::divide(self.stream, &b.ids, &here.flags, &b.groups.ids)?;
             if let Some(host) = &mut host {
-                host.ask(self.stream, &b.ids, &b.weights, x)?;
+                let (ids, own, weights, rows) = (&b.ids, &b.groups.ids, &b.weights, self.rows);
+                host.ask(self.stream, &Question { layer, ids, own, weights, x, rows })?;
             }
         }
         ops::group(self.stream, &b.groups)?;
@@ -76,10 +77,10 @@ impl Run<'_> {
             product(&[w.w2.experts()], d, inter, &b.active, None, &b.routed, beside)?;
         }
         let (routed, shared, places, out) = (&b.routed, &b.shared, &b.groups.places, &self.scratch.output);
-        let (Some(here), Some(host)) = (&w.here, host) else {
+        let (Some(_), Some(host)) = (&w.here, host) else {
             return ops::combine(self.stream, routed, shared, (places, &b.groups.used()?), out, d);
         };
-        host.answer(self.stream, layer, &here.list, self.rows, routed)?;
+        host.answer(self.stream, layer, self.rows, routed, &self.scratch.bad)?;
         let experts = c.n_routed_experts;
         ops::combine_all(self.stream, &CombineAll { routed, shared, ids: &b.ids, places, out, width: d, experts })
     }

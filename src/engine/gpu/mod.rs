@@ -13,6 +13,7 @@ mod rollback;
 mod scratch;
 mod step;
 mod tables;
+mod warm;
 mod weights;
 
 use std::collections::HashMap;
@@ -39,8 +40,10 @@ use self::plan::Plan;
 use self::scratch::{LOGIT_ROWS, Scratch, Size};
 use self::step::{PageBuffer, Run, Side};
 use self::tables::{PagesKey, Tables, parts, pitch};
+use self::warm::Warming;
 use self::weights::{DeviceWeights, Placer, Upload};
 use super::EngineOptions;
+use super::research::HostFigures;
 use super::step::{Last, Stepped};
 
 /// Bytes of each half of the upload buffer.
@@ -51,6 +54,10 @@ const HOST_ROWS: usize = 8;
 /// order of sums of few tokens.
 const DECODE_ROWS: usize = 8;
 
+/// Most bytes of a copy that measures memory, and how often it is done.
+const COPY_BYTES: u64 = 512 << 20;
+const COPIES: usize = 8;
+
 /// A model on a GPU.
 pub(super) struct GpuEngine {
     model: Arc<Model>,
@@ -60,11 +67,15 @@ pub(super) struct GpuEngine {
     batch_invariant: bool,
     /// Products of prompts have kernels and an order of sums of their own.
     chains: bool,
+    /// Steps of few rows become graphs.
+    captures: bool,
     weights: DeviceWeights,
     frequencies: [Buffer<f32>; 2],
     pages: PageBuffer,
     memory: Arc<DevicePages>,
     plan: Plan,
+    /// Where experts are on the host.
+    warming: Option<Warming>,
     queue: Mutex<Queue>,
 }
 
@@ -158,20 +169,21 @@ impl GpuEngine {
         let on_the_way = Pinned::new(&gpu, words.bytes())?;
         let (one_stream, resident) = (false, None);
         let rounding = Rounding::from(options.numerics);
-        let experts = (plan.experts < config.n_routed_experts)
-            .then(|| HostExperts::new(&gpu, cpu, model, rounding, plan.rows))
-            .transpose()?;
+        let is_whole = plan.experts == config.n_routed_experts;
+        let experts = (!is_whole).then(|| HostExperts::new(&gpu, cpu, model, rounding, plan.rows)).transpose()?;
         let queue = Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, experts, host };
         Ok(Self {
             model: Arc::clone(model),
             rounding,
             batch_invariant: options.batch_invariant,
             chains: !options.batch_invariant && ops::has_chains(&gpu),
+            captures: is_whole || !launches_wait(),
             weights,
             frequencies: [plain, yarn],
             pages,
             memory: Arc::new(DevicePages::new(&gpu, memory)?),
             plan,
+            warming: (!is_whole).then(|| Warming::start(model, plan.experts)),
             queue: Mutex::new(queue),
             gpu,
         })
@@ -208,6 +220,33 @@ impl GpuEngine {
     /// Most sequences of a step.
     pub(super) fn sequences(&self) -> usize {
         plan::SEQUENCES
+    }
+
+    /// What the host did for the steps, if it has experts.
+    pub(super) fn host_figures(&self) -> Option<HostFigures> {
+        let mapped = self.warming.as_ref()?.progress();
+        let figures = self.queue().experts.as_ref()?.figures;
+        Some(HostFigures { mapped, ..figures })
+    }
+
+    /// Bytes a second that a copy within the device's memory reads and writes together.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub(super) fn bandwidth(&self) -> Result<f64> {
+        let mut queue = self.queue();
+        let Queue { stream, scratch, .. } = &mut *queue;
+        // what steps leave in their memory is nobody's when the next one begins
+        scratch.restart();
+        let half = (self.plan.step / 2).min(COPY_BYTES) as usize / 256 * 256;
+        let [from, to] = [scratch.take::<u8>("a copy's source", half)?, scratch.take::<u8>("a copy's target", half)?];
+        let [began, ended] = [Event::new(&self.gpu)?, Event::new(&self.gpu)?];
+        stream.copy(&from, &to)?;
+        stream.record(&began)?;
+        (0..COPIES).try_for_each(|_| stream.copy(&from, &to))?;
+        stream.record(&ended)?;
+        stream.synchronize()?;
+        Ok((2 * half * COPIES) as f64 / (ended.micros_since(&began)? / 1e6))
     }
 
     /// Name of the device.
@@ -259,13 +298,12 @@ impl GpuEngine {
     }
 
     /// Rows of the captured step that takes `segments`, if there can be one: the next power of two, where the last ones are
-    /// idle. Each sequence has one new token then, which need not be taken back, and nothing waits for the host.
+    /// idle. Each sequence has one new token then, which need not be taken back.
     fn captured_rows(&self, segments: &[Segment<'_>]) -> Option<usize> {
         let decodes = segments.iter().all(|s| s.tokens.len() == 1 && s.staged.kept() == 0);
         let rows = segments.len().next_power_of_two().min(self.plan.rows);
         let fits = segments.len() <= rows && rows <= LOGIT_ROWS && rows * pitch(segments) <= self.plan.table_blocks;
-        let is_whole = self.plan.experts == self.model.config().n_routed_experts;
-        (decodes && fits && is_whole && !self.gpu.is_careful()).then_some(rows)
+        (decodes && fits && self.captures && !self.gpu.is_careful()).then_some(rows)
     }
 
     /// Queues work for the rows of `segments`, filled up to `captured` ones if that is given, and waits for it, however it
@@ -332,6 +370,11 @@ impl GpuEngine {
     }
 }
 
+/// Whether the driver was asked to wait for everything that it launches: a graph could not ask the host for anything then.
+fn launches_wait() -> bool {
+    std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value != "0")
+}
+
 /// Everything up to the head.
 fn layers(run: &mut Run<'_>, segments: &mut [Segment<'_>], between: &mut dyn FnMut(usize) -> Result<()>) -> Result<()> {
     run.begin()?;
@@ -366,11 +409,13 @@ fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Stepped>> {
         Some(Some(captured)) => captured.replay(run)?,
         Some(None) => {
             let (stream, mut logits) = (run.stream, None);
+            run.experts.iter_mut().for_each(|host| host.set_captured(true));
             let graph = stream.capture(|| {
                 logits = queue(run)?;
                 Ok(())
-            })?;
-            let captured = Captured { graph, logits, at: run.at };
+            });
+            run.experts.iter_mut().for_each(|host| host.set_captured(false));
+            let captured = Captured { graph: graph?, logits, at: run.at };
             let logits = captured.replay(run)?;
             graphs.insert(shape, Some(captured));
             logits
@@ -389,10 +434,12 @@ fn decode(run: &mut Run<'_>, graphs: &mut Graphs) -> Result<Option<Stepped>> {
 }
 
 impl Captured {
-    /// Queues the step; its logits.
+    /// Queues the step, and does the host's share of it; its logits.
     fn replay(&self, run: &mut Run<'_>) -> Result<Option<Buffer<f32>>> {
+        run.experts.iter_mut().try_for_each(|host| host.prepare(run.stream))?;
         run.stream.replay(&self.graph)?;
         run.at = self.at;
+        run.serve()?;
         Ok(self.logits.clone())
     }
 }

@@ -233,6 +233,13 @@ impl Run<'_> {
         result
     }
 
+    /// Answers what a step that was launched as a graph asks of the host.
+    pub(super) fn serve(&mut self) -> Result<()> {
+        let Some(host) = self.experts.as_deref_mut() else { return Ok(()) };
+        let layers = self.weights.layers.iter().enumerate().filter(|(_, w)| w.ffn.here.is_some());
+        host.serve(self.stream, layers.map(|(layer, _)| layer), self.rows)
+    }
+
     /// The input of products with quantised weights.
     pub(super) fn quantised_input(&self) -> &Buffer<u16> {
         if self.rounding.act_fp8 { &self.scratch.quantised } else { &self.scratch.input }

@@ -93,8 +93,7 @@ pub(super) enum Route {
 
 /// Which of a layer's experts are on the device.
 pub(super) struct Here {
-    pub(super) list: Vec<bool>,
-    /// The same, 1 or 0 each.
+    /// 1 where one is, 0 where not.
     pub(super) flags: Buffer<u8>,
 }
 
@@ -230,10 +229,9 @@ impl Placer<'_> {
         if self.experts >= experts {
             return Ok(None);
         }
-        let mut list = alloc::with_capacity("experts on the device", experts)?;
-        list.extend((0..experts).map(|e| e < self.experts));
-        let bytes: Vec<u8> = list.iter().map(|&here| u8::from(here)).collect();
-        Ok(Some(Here { list, flags: self.bytes("experts on the device", &bytes)? }))
+        let mut flags = alloc::with_capacity("experts on the device", experts)?;
+        flags.extend((0..experts).map(|e| u8::from(e < self.experts)));
+        Ok(Some(Here { flags: self.bytes("experts on the device", &flags)? }))
     }
 
     /// Refuses values that are not finite before they go up: kernels decode E4M3 by shifting bits, which makes a number of

@@ -2,6 +2,7 @@
 //! Not part of the stable interface.
 
 mod halves;
+mod host;
 mod timing;
 
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use crate::model::deepseek_v4::{LogitRows, Segment};
 use super::{Engine, EngineOptions};
 
 pub use self::halves::{HalfLayer, Halves, Spread, compare_halves};
+pub use self::host::{HostFigures, device_bandwidth};
 pub use self::timing::Timing;
 pub use crate::model::Rounding;
 pub use crate::model::deepseek_v4::{Probe, Record};

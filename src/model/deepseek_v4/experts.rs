@@ -14,7 +14,13 @@ use crate::tensor::format::e4m3_round_trip;
 
 use super::attention::ACT_BLOCK;
 
+/// Values of an expert row that a thread activates at a time, whole blocks of what is quantised together.
+const PIECE: usize = 4 * ACT_BLOCK;
+/// What a value costs to activate, in values that are only looked at.
+const ACTIVATION: usize = 8;
+
 /// Which experts each row goes to.
+#[derive(Default)]
 pub(crate) struct Routes {
     /// `[rows, top-k]` expert ids, best first; from the number of experts on, nobody's.
     pub(crate) ids: Vec<u32>,
@@ -29,20 +35,38 @@ pub(crate) struct Routes {
 impl Routes {
     /// Sorts the assignments of `ids` to `experts` experts.
     pub(crate) fn new(ids: Vec<u32>, weights: Vec<f32>, experts: usize) -> Result<Self> {
-        let mut bounds = alloc::zeroed("expert bounds", experts + 1)?;
+        let mut routes = Self { ids, weights, ..Self::default() };
+        routes.sort(experts)?;
+        Ok(routes)
+    }
+
+    /// Sorts the assignments of `self.ids` to `experts` experts, in memory that is there already if it suffices.
+    pub(crate) fn sort(&mut self, experts: usize) -> Result<()> {
+        let Self { ids, order, bounds, .. } = self;
         let own = || ids.iter().enumerate().filter(|&(_, &e)| (e as usize) < experts);
+        refill(bounds, "expert bounds", experts + 1)?;
         own().for_each(|(_, &e)| bounds[e as usize + 1] += 1);
         for e in 0..experts {
             bounds[e + 1] += bounds[e];
         }
-        let mut next = alloc::copied("expert bounds", &bounds)?;
-        let mut order = alloc::zeroed("expert order", bounds[experts])?;
+        refill(order, "expert order", bounds[experts])?;
         for (assignment, &e) in own() {
-            order[next[e as usize]] = assignment;
-            next[e as usize] += 1;
+            // for now the first place of each expert that is not taken; in the end that is the first of the next one
+            order[bounds[e as usize]] = assignment;
+            bounds[e as usize] += 1;
         }
-        Ok(Self { ids, weights, order, bounds })
+        bounds.rotate_right(1);
+        bounds[0] = 0;
+        Ok(())
     }
+}
+
+/// Makes `values` `len` zeros.
+fn refill(values: &mut Vec<usize>, what: &str, len: usize) -> Result<()> {
+    values.clear();
+    alloc::reserve(what, values, len)?;
+    values.resize(len, 0);
+    Ok(())
 }
 
 /// What computes experts.
@@ -52,83 +76,112 @@ pub(crate) struct Experts<'a> {
     pub(crate) rounding: Rounding,
 }
 
+/// Memory that [`Experts::run`] needs, and its result. It grows to what the largest call needs and is then reused.
+#[derive(Default)]
+pub(crate) struct ExpertRows {
+    inputs: Vec<f32>,
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    /// The outputs of the last call, at its beginning.
+    pub(crate) out: Vec<f32>,
+}
+
 impl Experts<'_> {
-    /// Outputs `[order.len(), D]` of the routed experts in `routes.order`, from the rows `xq` `[rows, D]`. The second product
-    /// of the shared expert, from its activations to its output, may join the same parallel region.
+    /// Outputs `[order.len(), D]` of the routed experts in `routes.order`, from the rows `xq` `[rows, D]`, not rounded yet:
+    /// in `room.out`. The second product of the shared expert, from its activations to its output, may join the same
+    /// parallel region.
     pub(crate) fn run(
         &self,
         w: &MoeWeights,
         xq: &[f32],
         routes: &Routes,
-        mut shared: Option<(&[f32], &mut [f32])>,
-    ) -> Result<Vec<f32>> {
+        shared: Option<(&[f32], &mut [f32])>,
+        room: &mut ExpertRows,
+    ) -> Result<()> {
         let (d, top_k, inter) =
             (self.config.hidden_size, self.config.num_experts_per_tok, self.config.moe_intermediate_size);
         let count = routes.order.len();
-        let mut gathered = alloc::with_capacity("expert inputs", count * d)?;
-        for &assignment in &routes.order {
-            let row = assignment / top_k;
-            gathered.extend_from_slice(&xq[row * d..(row + 1) * d]);
-        }
-        let (mut gate, mut up) = (self.buffer(count)?, self.buffer(count)?);
-        let active: Vec<usize> = (0..w.experts.len()).filter(|&e| routes.bounds[e] < routes.bounds[e + 1]).collect();
         let rows_of = |e: usize| routes.bounds[e + 1] - routes.bounds[e];
+        let active = || (0..w.experts.len()).filter(|&e| rows_of(e) > 0);
+        let row = |assignment: usize| &xq[assignment / top_k * d..][..d];
+        let ExpertRows { inputs, gate, up, out } = room;
+        let (gate, up) = (sized(gate, count * inter)?, sized(up, count * inter)?);
 
-        let mut jobs = alloc::with_capacity("expert jobs", 2 * active.len())?;
-        let (mut gate_rest, mut up_rest, mut input_rest) = (&mut gate[..], &mut up[..], &gathered[..]);
-        for &e in &active {
-            let rows = rows_of(e);
-            let (gate, up, input);
+        // a row that is an expert's only one is used where it lies, where other experts meet it as well
+        let gathered = active().map(rows_of).filter(|&rows| rows > 1).sum::<usize>();
+        let mut gathered = sized(inputs, gathered * d)?;
+        let mut jobs = alloc::with_capacity("expert jobs", 2 * count)?;
+        let (mut gate_rest, mut up_rest) = (&mut *gate, &mut *up);
+        for e in active() {
+            let (rows, own) = (rows_of(e), &routes.order[routes.bounds[e]..routes.bounds[e + 1]]);
+            let input = if let [only] = own {
+                row(*only)
+            } else {
+                let (input, rest) = gathered.split_at_mut(rows * d);
+                gathered = rest;
+                input.chunks_exact_mut(d).zip(own).for_each(|(to, &assignment)| to.copy_from_slice(row(assignment)));
+                &*input
+            };
+            let (gate, up);
             (gate, gate_rest) = gate_rest.split_at_mut(rows * inter);
             (up, up_rest) = up_rest.split_at_mut(rows * inter);
-            (input, input_rest) = input_rest.split_at(rows * d);
             jobs.push(Job::new(w.experts[e].w1.ready()?, input, gate));
             jobs.push(Job::new(w.experts[e].w3.ready()?, input, up));
         }
         self.cpu.linear(&mut jobs)?;
         drop(jobs);
-        drop(gathered);
-        self.activate(&mut gate, &up, |place| routes.weights[routes.order[place]])?;
-        drop(up);
+        self.activate(gate, up, |place| routes.weights[routes.order[place]])?;
 
-        let mut out = alloc::vec_f32("expert outputs", count * d)?;
-        let mut jobs = alloc::with_capacity("expert jobs", active.len() + 1)?;
-        let (mut out_rest, mut input_rest) = (&mut out[..], &gate[..]);
-        for &e in &active {
+        let mut out_rest = sized(out, count * d)?;
+        let mut input_rest = &*gate;
+        let mut jobs = alloc::with_capacity("expert jobs", count + 1)?;
+        for e in active() {
             let (output, input);
             (output, out_rest) = out_rest.split_at_mut(rows_of(e) * d);
             (input, input_rest) = input_rest.split_at(rows_of(e) * inter);
             jobs.push(Job::new(w.experts[e].w2.ready()?, input, output));
         }
-        if let Some((active, out)) = &mut shared {
+        if let Some((active, out)) = shared {
             jobs.push(Job::new(w.shared.w2.ready()?, active, out));
         }
-        self.cpu.linear(&mut jobs)?;
-        drop(jobs);
-        store_bf16(&mut out, self.rounding.bf16);
-        if let Some((_, out)) = shared {
-            store_bf16(out, self.rounding.bf16);
-        }
-        Ok(out)
+        self.cpu.linear(&mut jobs)
     }
 
-    /// Clamped SwiGLU of expert rows, in place in `gate`, rounded as the input of `w2`.
-    pub(crate) fn activate(&self, gate: &mut [f32], up: &[f32], weight: impl Fn(usize) -> f32 + Sync) -> Result<()> {
+    /// Clamped SwiGLU of expert rows, in place in `gate`, rounded as the input of `w2`. `up` is rounded as well.
+    pub(crate) fn activate(
+        &self,
+        gate: &mut [f32],
+        up: &mut [f32],
+        weight: impl Fn(usize) -> f32 + Sync,
+    ) -> Result<()> {
         let (inter, limit, r) = (self.config.moe_intermediate_size, self.config.swiglu_limit, self.rounding);
-        self.cpu.pool.chunks(gate, inter, |row, gate| {
-            let mut up = alloc::copied("expert values", &up[row * inter..(row + 1) * inter])?;
+        let is_small = gate.len() * ACTIVATION < self.cpu.pool.least_values();
+        let mut pieces = alloc::with_capacity("pieces of expert rows", gate.len() / inter * inter.div_ceil(PIECE))?;
+        for (row, (gate, up)) in gate.chunks_mut(inter).zip(up.chunks_mut(inter)).enumerate() {
+            pieces.extend(gate.chunks_mut(PIECE).zip(up.chunks_mut(PIECE)).map(|(gate, up)| (weight(row), gate, up)));
+        }
+        let mut threads = vec![(); if is_small { 1 } else { self.cpu.pool.threads() }];
+        self.cpu.pool.share(&mut threads, &mut pieces, |(weight, gate, up), ()| {
             store_bf16(gate, r.bf16);
-            store_bf16(&mut up, r.bf16);
-            swiglu(gate, &up, limit, weight(row), r.bf16);
+            store_bf16(up, r.bf16);
+            swiglu(gate, up, limit, *weight, r.bf16);
             if r.act_fp8 {
                 e4m3_round_trip(gate, ACT_BLOCK);
             }
-            Ok(())
-        })
+        });
+        Ok(())
     }
 
     /// Room for values of `rows` rows within an expert.
     pub(crate) fn buffer(&self, rows: usize) -> Result<Vec<f32>> {
         alloc::vec_f32("expert activations", rows * self.config.moe_intermediate_size)
     }
+}
+
+/// The first `len` values, which are made if they are not there.
+fn sized(values: &mut Vec<f32>, len: usize) -> Result<&mut [f32]> {
+    if values.len() < len {
+        *values = alloc::vec_f32("rows of experts", len)?;
+    }
+    Ok(&mut values[..len])
 }

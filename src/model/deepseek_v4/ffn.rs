@@ -4,11 +4,12 @@
 use crate::alloc;
 use crate::backend::cpu::linear::Job;
 use crate::backend::cpu::moe::{affinity, choose, route_weights};
+use crate::backend::cpu::norm::store_bf16;
 use crate::error::{Result, bail};
 use crate::model::weights::{MoeWeights, Routing};
 use crate::tensor::format::round_bf16;
 
-use super::experts::{Experts, Routes};
+use super::experts::{ExpertRows, Experts, Routes};
 use super::{Probe, Trunk};
 
 impl Trunk<'_> {
@@ -40,9 +41,13 @@ impl Trunk<'_> {
             probe.record(layer, "router_ids", &[rows, top_k], &ids);
             probe.record(layer, "router_weights", &[rows, top_k], &routes.weights);
         }
-        experts.activate(&mut gate, &up, |_| 1.0)?;
+        experts.activate(&mut gate, &mut up, |_| 1.0)?;
         let mut shared = alloc::vec_f32("shared expert output", rows * d)?;
-        let routed = experts.run(w, xq, &routes, Some((&gate[..], &mut shared[..])))?;
+        let mut room = ExpertRows::default();
+        experts.run(w, xq, &routes, Some((&gate[..], &mut shared[..])), &mut room)?;
+        let routed = &mut room.out[..];
+        store_bf16(routed, self.rounding.bf16);
+        store_bf16(&mut shared, self.rounding.bf16);
 
         // a row's experts are summed in order of expert id, whatever the batch
         let mut places = alloc::with_capacity("expert places", rows * top_k)?;

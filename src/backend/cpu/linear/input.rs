@@ -151,7 +151,7 @@ pub(super) fn prepare(
             }
         }
     }
-    let small = inputs.iter().map(Input::prepared_len).sum::<usize>() < 64 << 10;
+    let small = inputs.iter().map(Input::prepared_len).sum::<usize>() < pool.least_values();
     let workers = if small { &mut workers[..1] } else { workers };
     pool.share(workers, &mut pieces, |piece, _| {
         let Piece { input, first_col, width, first_token, out, digits } = piece;

@@ -299,7 +299,7 @@ impl Avx2 {
         }
     }
 
-    /// Adds to each of `sums` the integer sums of group `G`'s lanes, eight products each, times their scales.
+    /// Adds to each of `sums` the integer sums of the lanes of 64 columns, the `G`th, eight products each, times their scales.
     #[inline(always)]
     unsafe fn add_lane_sums<const G: usize, const SCALES: i32, const T: usize>(
         sums: &mut [Self; T],
@@ -307,19 +307,19 @@ impl Avx2 {
         scales: &[__m256; T],
         x: [&Digits; T],
     ) {
-        // SAFETY: AVX2 and the group's 32 bytes at `codes`, by contract of the callers.
+        // SAFETY: AVX2 and [`super::digits::DIGIT_COLS`] codes at `codes`, by contract of the callers.
         unsafe {
             let [even, odd] = Self::nibbles(codes.add(32 * G));
             for t in 0..T {
-                let group = &x[t].groups[G];
-                let middle = Self::pairs(even, &group.even[1], odd, &group.odd[1]);
-                let coarse = Self::pairs(even, &group.even[2], odd, &group.odd[2]);
+                let group = &x[t].groups[G / 2];
+                let middle = Self::pairs(even, half::<G>(&group.even[1]), odd, half::<G>(&group.odd[1]));
+                let coarse = Self::pairs(even, half::<G>(&group.even[2]), odd, half::<G>(&group.odd[2]));
                 let middle = _mm256_madd_epi16(middle, _mm256_set1_epi16(8));
                 let coarse = _mm256_madd_epi16(coarse, _mm256_set1_epi16(2048));
-                let excess = _mm256_load_si256(group.excess.as_ptr().cast());
+                let excess = _mm256_load_si256(group.excess.as_ptr().add(G % 2 * 8).cast());
                 let mut lanes = _mm256_add_epi32(middle, _mm256_sub_epi32(coarse, excess));
                 if x[t].has_fine[G] {
-                    let fine = Self::pairs(even, &group.even[0], odd, &group.odd[0]);
+                    let fine = Self::pairs(even, half::<G>(&group.even[0]), odd, half::<G>(&group.odd[0]));
                     lanes = _mm256_add_epi32(lanes, _mm256_madd_epi16(fine, _mm256_set1_epi16(1)));
                 }
                 let scales = _mm256_permute_ps::<SCALES>(scales[t]);
@@ -338,6 +338,12 @@ impl Avx2 {
             _mm256_add_epi16(even, odd)
         }
     }
+}
+
+/// The digits that the `G`th 64 columns have among those of 128.
+#[inline(always)]
+fn half<const G: usize>(digits: &[i8; 64]) -> &[i8; 32] {
+    &digits.as_chunks::<32>().0[G % 2]
 }
 
 // SAFETY: as for `Vector`.

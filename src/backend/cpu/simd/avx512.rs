@@ -1,9 +1,10 @@
-//! AVX-512 (F and BW): sixteen lanes, otherwise as [`super::avx2`].
+//! AVX-512 (F and BW): sixteen lanes, otherwise as [`super::avx2`]. Products in integers need VNNI besides.
 #![expect(clippy::undocumented_unsafe_blocks, reason = "all methods have the trait's contract, named once at the impl")]
 
 use std::arch::x86_64::*;
 
 use super::avx2::sum4_of_eight;
+use super::digits::{Digits, Integers};
 use super::vector::{E2M1_ORDER, E2M1_SCALED, E4M3_BITS, Vector};
 
 /// Sixteen lanes of a 512-bit register.
@@ -238,5 +239,86 @@ impl Vector for Avx512 {
     #[inline(always)]
     unsafe fn prefetch_far(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
+}
+
+impl Avx512 {
+    /// Twice the weights plus 12 of a group's low nibbles, and of its high ones.
+    #[inline(always)]
+    unsafe fn nibbles(p: *const u8) -> [__m512i; 2] {
+        // SAFETY: AVX-512 and 64 bytes at `p`, by contract of the callers.
+        unsafe {
+            // 2 w + 12 for each code
+            let table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+            let table = _mm512_broadcast_i32x4(table);
+            let nibble = _mm512_set1_epi8(15);
+            let codes = _mm512_loadu_si512(p.cast());
+            let even = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, nibble));
+            let odd = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16::<4>(codes), nibble));
+            [even, odd]
+        }
+    }
+
+    /// Adds to each of `sums` the integer sums of the lanes of 128 columns, the `G`th, eight products each, times their
+    /// scales, whose bits are lanes `order` of `bits`.
+    #[inline(always)]
+    unsafe fn add_lane_sums<const G: usize, const T: usize>(
+        sums: &mut [Self; T],
+        codes: *const u8,
+        bits: __m512i,
+        order: __m512i,
+        x: [&Digits; T],
+    ) {
+        // SAFETY: AVX-512 with VNNI and [`super::digits::DIGIT_COLS`] codes at `codes`, by contract of the callers.
+        unsafe {
+            let [even, odd] = Self::nibbles(codes.add(64 * G));
+            let bits = _mm512_permutexvar_epi32(order, bits);
+            for t in 0..T {
+                let group = &x[t].groups[G];
+                let coarse = Self::add_products_of(_mm512_setzero_si512(), even, &group.even[2], odd, &group.odd[2]);
+                let coarse = _mm512_slli_epi32::<8>(coarse);
+                let middle = Self::add_products_of(coarse, even, &group.even[1], odd, &group.odd[1]);
+                let excess = _mm512_load_si512(group.excess.as_ptr().cast());
+                let mut lanes = _mm512_sub_epi32(_mm512_slli_epi32::<3>(middle), excess);
+                if x[t].has_fine[2 * G] || x[t].has_fine[2 * G + 1] {
+                    lanes = Self::add_products_of(lanes, even, &group.even[0], odd, &group.odd[0]);
+                }
+                let scales = _mm512_add_epi32(bits, _mm512_set1_epi32(x[t].exponents[2 * G]));
+                let scales = _mm512_castsi512_ps(scales);
+                sums[t] = Self(_mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), scales, sums[t].0));
+            }
+        }
+    }
+
+    /// Adds to each lane the eight products of its weights with one digit.
+    #[inline(always)]
+    unsafe fn add_products_of(
+        lanes: __m512i,
+        even: __m512i,
+        x_even: &[i8; 64],
+        odd: __m512i,
+        x_odd: &[i8; 64],
+    ) -> __m512i {
+        // SAFETY: AVX-512 with VNNI, by contract of the callers; the digits are 64 aligned bytes of a `Group`.
+        unsafe {
+            let lanes = _mm512_dpbusd_epi32(lanes, even, _mm512_load_si512(x_even.as_ptr().cast()));
+            _mm512_dpbusd_epi32(lanes, odd, _mm512_load_si512(x_odd.as_ptr().cast()))
+        }
+    }
+}
+
+// SAFETY: as for `Vector`, and the processor has VNNI.
+impl Integers for Avx512 {
+    #[inline(always)]
+    unsafe fn add_products<const T: usize>(sums: &mut [Self; T], codes: *const u8, scales: *const u8, x: [&Digits; T]) {
+        unsafe {
+            // each scale byte where float32 has its exponent
+            let bits = _mm256_slli_epi32::<23>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(scales.cast())));
+            let bits = _mm512_castsi256_si512(bits);
+            let first = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+            let second = _mm512_setr_epi32(4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
+            Self::add_lane_sums::<0, T>(sums, codes, bits, first, x);
+            Self::add_lane_sums::<1, T>(sums, codes, bits, second, x);
+        }
     }
 }

@@ -6,7 +6,7 @@
 //! that is exact both in 32-bit integers and, unless it exceeds 24 bits, in the float32 additions of the other kernels
 //! (which sum a group of E2M1 apart for this reason). Multiplied by the block's scale it joins the same chain.
 //!
-//! Bytes are what AVX2 multiplies fastest, so an integer is split into three signed digits, `fine + 8 * middle + 2048 *
+//! Bytes are what AVX2 and AVX-512 VNNI multiply fastest, so an integer is split into three signed digits, `fine + 8 * middle + 2048 *
 //! coarse`, and weights are taken as `2 w + 12`, which is not negative; what the 12 adds is known beforehand.
 //!
 //! [`Digits::fill`] tells which inputs qualify, and rows with scales far from 1 go the other way.
@@ -30,27 +30,27 @@ const UNIT: i32 = 17;
 const EXPONENTS: std::ops::RangeInclusive<i32> = -60..=60;
 const SCALE_BYTES: std::ops::RangeInclusive<u8> = 80..=188;
 
-/// 64 columns in digits.
+/// [`POWER_COLS`] columns in digits.
 #[derive(Clone, Copy, Debug)]
-#[repr(C, align(32))]
+#[repr(C, align(64))]
 pub(super) struct Group {
     /// Fine, middle and coarse digits of the even columns, which meet low nibbles.
-    pub even: [[i8; 32]; 3],
+    pub even: [[i8; 64]; 3],
     /// Those of the odd columns.
-    pub odd: [[i8; 32]; 3],
+    pub odd: [[i8; 64]; 3],
     /// 12 times the sum of the integers of columns `8 l .. 8 l + 8`.
-    pub excess: [i32; 8],
+    pub excess: [i32; 16],
 }
 
 /// [`DIGIT_COLS`] columns of an input in digits.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(in crate::backend::cpu) struct Digits {
-    pub(super) groups: [Group; 4],
+    pub(super) groups: [Group; 2],
     /// What to add to the bits of a float32 that is the block's weight scale, to have the scale of the integer sums;
     /// blocks 0, 2, 4, 6, then 1, 3, 5, 7.
     pub(super) exponents: [i32; 8],
-    /// Of each group, whether a fine digit is not zero; few values, much smaller than the largest, have one.
+    /// Of each 64 columns, whether a fine digit is not zero; few values, much smaller than the largest, have one.
     pub(super) has_fine: [bool; 4],
     is_exact: bool,
 }
@@ -58,8 +58,8 @@ pub(in crate::backend::cpu) struct Digits {
 impl Digits {
     /// All columns zero.
     pub(in crate::backend::cpu) const ZERO: Self = {
-        let group = Group { even: [[0; 32]; 3], odd: [[0; 32]; 3], excess: [0; 8] };
-        Self { groups: [group; 4], exponents: [0; 8], has_fine: [false; 4], is_exact: true }
+        let group = Group { even: [[0; 64]; 3], odd: [[0; 64]; 3], excess: [0; 16] };
+        Self { groups: [group; 2], exponents: [0; 8], has_fine: [false; 4], is_exact: true }
     };
 
     /// Takes up to [`DIGIT_COLS`] columns, the missing ones being zero. Whether the integers stand for them exactly, and
@@ -85,16 +85,15 @@ impl Op for Fill<'_> {
         let mut values = [0.0; DIGIT_COLS];
         values[..x.len()].copy_from_slice(x);
         let (blocks, _) = values.as_chunks::<POWER_COLS>();
-        let (groups, _) = digits.groups.as_chunks_mut::<2>();
         digits.is_exact = true;
-        for (b, (block, groups)) in blocks.iter().zip(groups).enumerate() {
+        for (b, (block, group)) in blocks.iter().zip(&mut digits.groups).enumerate() {
             let Some((exponent, integers)) = to_integers(block) else {
                 digits.is_exact = false;
                 return;
             };
-            for (g, (group, integers)) in groups.iter_mut().zip(integers.as_chunks::<64>().0).enumerate() {
-                digits.is_exact &= split(integers, group);
-                digits.has_fine[2 * b + g] = integers.iter().fold(0, |bits, integer| bits | integer) & 7 != 0;
+            digits.is_exact &= split(&integers, group);
+            for (has_fine, integers) in digits.has_fine[2 * b..].iter_mut().zip(integers.as_chunks::<64>().0) {
+                *has_fine = integers.iter().fold(0, |bits, integer| bits | integer) & 7 != 0;
             }
             // twice a weight is what is multiplied
             let bits = (exponent - UNIT - 1) * (1 << 23);
@@ -126,10 +125,10 @@ fn to_integers(block: &[f32; POWER_COLS]) -> Option<(i32, [i32; POWER_COLS])> {
     (rest == 0).then_some((exponent, integers))
 }
 
-/// Splits 64 integers into digits. False if a lane's products may have a sum that float32 would round.
+/// Splits integers into digits. False if a lane's products may have a sum that float32 would round.
 #[inline(always)]
-fn split(integers: &[i32; 64], group: &mut Group) -> bool {
-    for i in 0..32 {
+fn split(integers: &[i32; POWER_COLS], group: &mut Group) -> bool {
+    for i in 0..POWER_COLS / 2 {
         for (digits, integer) in [(&mut group.even, integers[2 * i]), (&mut group.odd, integers[2 * i + 1])] {
             let fine = ((integer + 4) & 7) - 4;
             let rest = (integer - fine) >> 3;
@@ -157,7 +156,7 @@ fn split(integers: &[i32; 64], group: &mut Group) -> bool {
 
 /// A level with integer products.
 pub(super) trait Integers: Vector {
-    /// Adds to each sum the products of [`DIGIT_COLS`] columns with its input, four groups in ascending order.
+    /// Adds to each sum the products of [`DIGIT_COLS`] columns with its input, `8 * LANES` columns at a time.
     ///
     /// # Safety
     /// As [`Vector`]: [`BYTES`] at `codes`, [`SCALES`] at `scales`, all of them in [`SCALE_BYTES`].
@@ -167,7 +166,12 @@ pub(super) trait Integers: Vector {
 impl Simd {
     /// Whether [`DigitDots`] exists for this level.
     pub(in crate::backend::cpu) fn takes_digits(self) -> bool {
-        matches!(self.level(), Level::Portable | Level::Avx2)
+        match self.level() {
+            Level::Portable | Level::Avx2 => true,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => is_x86_feature_detected!("avx512vnni"),
+            _ => false,
+        }
     }
 }
 
@@ -192,6 +196,7 @@ impl DigitDots<'_> {
         assert_eq!(w.storage, Storage::E2m1, "storage of integer products");
         assert_eq!(digits.len(), w.cols.div_ceil(DIGIT_COLS), "columns in digits");
         assert!(Self::takes(digits), "an input that integers do not stand for");
+        assert!(simd.takes_digits(), "integer products on {}", simd.level());
         // rows one after another, as they lie in memory: the chain of one is short enough to look past its end
         for (four, out) in out.chunks_mut(ROWS).enumerate() {
             let weights = w.part(four * ROWS, out.len());
@@ -205,6 +210,9 @@ impl DigitDots<'_> {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: a `Simd` of this level exists only where the processor has its features; as above.
                 Level::Avx2 => unsafe { rows_avx2(weights, digits, out) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: as above; `takes_digits` has asked for VNNI.
+                Level::Avx512 => unsafe { rows_avx512(weights, digits, out) },
                 level => unreachable!("no integer products for {level}"),
             }
         }
@@ -247,6 +255,7 @@ impl<const T: usize> FewDigitDots<'_, T> {
             assert!(DigitDots::takes(digits), "an input that integers do not stand for");
         }
         assert!(scratch.len() >= Self::SCRATCH, "scratch for {T} tokens");
+        assert!(simd.takes_digits(), "integer products on {}", simd.level());
         let digits = dots.each_ref().map(|dots| dots.digits);
         let mut out = dots.map(|dots| dots.dots.out);
         for first in (0..w.rows).step_by(NEAR_ROWS) {
@@ -258,6 +267,9 @@ impl<const T: usize> FewDigitDots<'_, T> {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: a `Simd` of this level exists only where the processor has its features; as above.
                 Level::Avx2 => unsafe { near_rows_avx2(near, digits, out, scratch) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: as above; `takes_digits` has asked for VNNI.
+                Level::Avx512 => unsafe { near_rows_avx512(near, digits, out, scratch) },
                 level => unreachable!("no integer products for {level}"),
             }
         }
@@ -281,6 +293,20 @@ unsafe fn near_rows_avx2<const T: usize>(
 ) {
     // SAFETY: by contract.
     unsafe { near_rows::<super::avx2::Avx2, T>(w, digits, out, scratch) }
+}
+
+/// # Safety
+/// The processor has AVX-512 F, BW and VNNI; otherwise as [`near_rows`].
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma")]
+unsafe fn near_rows_avx512<const T: usize>(
+    w: Rows<'_>,
+    digits: [&[Digits]; T],
+    out: [&mut [f32]; T],
+    scratch: &mut [f32],
+) {
+    // SAFETY: by contract.
+    unsafe { near_rows::<super::avx512::Avx512, T>(w, digits, out, scratch) }
 }
 
 /// # Safety
@@ -342,6 +368,15 @@ const ROWS: usize = 4;
 unsafe fn rows_avx2(w: Rows<'_>, digits: &[Digits], out: &mut [f32]) {
     // SAFETY: by contract.
     unsafe { rows::<super::avx2::Avx2>(w, digits, out) }
+}
+
+/// # Safety
+/// The processor has AVX-512 F, BW and VNNI; otherwise as [`rows`].
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma")]
+unsafe fn rows_avx512(w: Rows<'_>, digits: &[Digits], out: &mut [f32]) {
+    // SAFETY: by contract.
+    unsafe { rows::<super::avx512::Avx512>(w, digits, out) }
 }
 
 /// # Safety

@@ -148,8 +148,10 @@ impl Integers for Portable {
         // SAFETY: 128 bytes and eight scales, by contract.
         let (codes, scales) = unsafe { (codes.cast::<[[u8; 32]; 4]>().read(), scales.cast::<[u8; 8]>().read()) };
         for (Self(lanes), x) in sums.iter_mut().zip(x) {
-            for (g, (codes, group)) in codes.iter().zip(&x.groups).enumerate() {
-                let integer = |digits: &[[i8; 32]; 3], i: usize| {
+            for (g, codes) in codes.iter().enumerate() {
+                let group = &x.groups[g / 2];
+                let integer = |digits: &[[i8; 64]; 3], i: usize| {
+                    let i = g % 2 * 32 + i;
                     i32::from(digits[0][i]) + 8 * i32::from(digits[1][i]) + 2048 * i32::from(digits[2][i])
                 };
                 let twice = |code: u8| (2.0 * E2M1[usize::from(code)]) as i32;

@@ -6,6 +6,7 @@
 mod attention;
 mod cache;
 mod chain;
+mod exchange;
 mod hybrid;
 mod hyper;
 mod indexer;
@@ -21,6 +22,7 @@ pub(crate) use attention::{
 };
 pub(crate) use cache::{Compress, Compressor, Insert, Pages, Sequence, WindowCommit, compress, insert, window_commit};
 pub(crate) use chain::{has_chains, linear_chain};
+pub(crate) use exchange::{ANSWERED, ASK_BLOCKS, Ask, Fetch, ask, ask_blocks, fetch};
 pub(crate) use hybrid::{CombineAll, combine_all, divide};
 pub(crate) use hyper::{Finish, MIX_FLOATS, Project, finish, parts_len, project};
 pub(crate) use indexer::{

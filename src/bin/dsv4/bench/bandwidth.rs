@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use dsv4::Model;
-use dsv4::model::DecodeReads;
+use dsv4::weights::Tensor;
 use serde_json::{Value, json};
 
-use super::spread;
+use super::{Comparison, spread};
 use crate::output;
 
 /// Bytes that a thread takes at a time.
@@ -40,7 +40,7 @@ impl Bandwidth {
     pub(super) fn sum(&self, model: &Model, round: usize) -> f64 {
         let reads = model.decode_reads(round * model.config().num_experts_per_tok);
         let start = Instant::now();
-        black_box(sum_bytes(&reads, self.threads));
+        black_box(sum_bytes(&reads.tensors, self.threads));
         start.elapsed().as_secs_f64()
     }
 
@@ -53,8 +53,10 @@ impl Bandwidth {
     fn decode_rate(&self) -> f64 {
         (self.bytes * self.tokens as u64) as f64 / spread(&self.decode_seconds).0.max(1e-9) / 1e9
     }
+}
 
-    pub(super) fn as_json(&self) -> Value {
+impl Comparison for Bandwidth {
+    fn as_json(&self) -> Value {
         json!({
             "bytes_per_token": self.bytes,
             "sum_gb_per_second": self.sum_rate(),
@@ -81,8 +83,8 @@ impl fmt::Display for Bandwidth {
 }
 
 /// Sum of all bytes taken as 64-bit numbers; threads take pieces as they come.
-fn sum_bytes(reads: &DecodeReads, threads: usize) -> u64 {
-    let pieces: Vec<&[u8]> = reads.tensors.iter().flat_map(|tensor| tensor.bytes().chunks(PIECE)).collect();
+pub(super) fn sum_bytes(tensors: &[Tensor], threads: usize) -> u64 {
+    let pieces: Vec<&[u8]> = tensors.iter().flat_map(|tensor| tensor.bytes().chunks(PIECE)).collect();
     let next = AtomicUsize::new(0);
     let work = || {
         let mut sum = 0u64;
