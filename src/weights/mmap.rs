@@ -1,4 +1,4 @@
-//! Read-only shared mapping of a whole file: the only unsafe code of `weights`.
+//! Read-only shared mapping of a whole file, memory of our own, and advice to the system: the only unsafe code of `weights`.
 //!
 //! Invariant: a [`Mapping`] covers exactly the bytes the file had when it was mapped. If another process shrinks the
 //! file afterwards, touching a page that is gone raises SIGBUS, as for every user of `mmap`; [`Mapping::populate`] and
@@ -43,3 +43,43 @@ impl Mapping {
         Ok(())
     }
 }
+
+/// Memory of our own: zeroed, aligned to pages, counted by the system where it was touched, given back when dropped.
+#[derive(Debug)]
+pub(super) struct Anonymous(memmap2::MmapMut);
+
+impl Anonymous {
+    /// `len` bytes, which is not 0.
+    pub(super) fn new(len: usize) -> io::Result<Self> {
+        let map = memmap2::MmapMut::map_anon(len)?;
+        // direct reads hold every page that they write to; without huge pages, which are only a wish, there are many
+        #[cfg(target_os = "linux")]
+        drop(map.advise(memmap2::Advice::HugePage));
+        Ok(Self(map))
+    }
+
+    /// All bytes.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// All bytes.
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+/// Tells the system that `len` bytes of `file` from `position` on were read for the last time, so that they do not push
+/// other files out of its page cache. Whether it listens does not matter.
+#[cfg(target_os = "linux")]
+pub(super) fn forget(file: &File, position: u64, len: u64) {
+    use std::os::fd::AsRawFd;
+    if let (Ok(position), Ok(len)) = (i64::try_from(position), i64::try_from(len)) {
+        // SAFETY: a plain system call on an open descriptor; it changes no memory of ours.
+        unsafe { libc::posix_fadvise64(file.as_raw_fd(), position, len, libc::POSIX_FADV_DONTNEED) };
+    }
+}
+
+/// Does nothing on this system.
+#[cfg(not(target_os = "linux"))]
+pub(super) fn forget(_: &File, _: u64, _: u64) {}

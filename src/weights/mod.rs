@@ -8,6 +8,7 @@
 // not `forbid`, which would bind `mmap` too
 #![deny(unsafe_code)]
 
+pub(crate) mod buffer_pool;
 mod header;
 mod index;
 mod inventory;
@@ -19,9 +20,11 @@ mod survey;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub use self::buffer_pool::{FailRead, PoolStats, fail_nth_read};
 use self::index::Index;
 pub use self::inventory::{Category, Inventory, Share};
 pub use self::scan::{Finding, Suspicion};
@@ -230,6 +233,12 @@ impl Tensor {
         self.shard.byte_len(self.position as usize) as usize
     }
 
+    /// Where its bytes are in the file.
+    pub(crate) fn file_range(&self) -> Range<u64> {
+        let Range { start, end } = self.shard.file_range(self.position as usize);
+        start as u64..end as u64
+    }
+
     /// The file that holds it.
     pub fn shard(&self) -> &Shard {
         &self.shard
@@ -243,7 +252,7 @@ impl Tensor {
     ///
     /// # Panics
     /// If `part` does not lie inside `0..byte_len()`.
-    pub fn populate(&self, part: std::ops::Range<usize>) -> Result<()> {
+    pub fn populate(&self, part: Range<usize>) -> Result<()> {
         assert!(part.start <= part.end && part.end <= self.byte_len(), "{part:?} of {} bytes", self.byte_len());
         self.shard.populate(self.position as usize, part)
     }

@@ -143,6 +143,14 @@ impl Shard {
         &bytes[self.file_range(i)]
     }
 
+    /// The open file, unless the bytes are in memory.
+    pub(super) fn file(&self) -> Option<&File> {
+        match &self.bytes {
+            Backing::Mapped(file, _) => Some(file),
+            Backing::Owned(_) => None,
+        }
+    }
+
     /// Reads the pages of `part` (bytes relative to tensor `i`) in, reporting what reading them would die of.
     pub(super) fn populate(&self, i: usize, part: std::ops::Range<usize>) -> Result<()> {
         let Backing::Mapped(_, map) = &self.bytes else { return Ok(()) };
@@ -161,7 +169,7 @@ impl Shard {
     }
 
     /// Position of tensor `i` in the file.
-    fn file_range(&self, i: usize) -> std::ops::Range<usize> {
+    pub(super) fn file_range(&self, i: usize) -> std::ops::Range<usize> {
         // inside the file, whose size was converted to usize when it was mapped
         let (start, end) = self.header.range(i);
         self.data_start + start as usize..self.data_start + end as usize
