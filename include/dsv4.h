@@ -78,9 +78,10 @@
 //
 // MAPPED FILES
 //
-// Weights are mapped read-only. Sizes are checked when a model is opened and again with each step; a file that another
-// process truncates within a step makes the system raise SIGBUS, as with any mapped file. Replace checkpoints by
-// renaming folders, never by writing into files that are in use.
+// Weights are mapped read-only. Sizes are checked when a model is opened and again with each step, and pages are brought in
+// where they are used first, so that a disk error is an `IO`; a file that another process truncates within a step makes the
+// system raise SIGBUS, as with any mapped file. Experts that are read because of `host_bytes` are not mapped: there a shorter
+// file is a `CORRUPT` that names it. Replace checkpoints by renaming folders, never by writing into files that are in use.
 
 // Generated from src/ffi; do not edit.
 
@@ -740,9 +741,14 @@ typedef struct dsv4_engine_options {
     uint64_t degraded_chunk;
     // Most bytes of a GPU's memory, weights, steps and cache together; 0, the default, is what is free.
     uint64_t gpu_bytes;
-    // Routed experts of each layer whose weights the GPU holds; the CPU computes the others from the mapped checkpoint while
+    // Routed experts of each layer whose weights the GPU holds; the CPU computes the others while
     // the GPU does its share. 0, the default, is as many as fit, -1 is none.
     int64_t gpu_experts;
+    // Most bytes of host memory for the weights of routed experts, those on a GPU aside. Where they do not all fit, the
+    // experts that a step needs are read from the files into this memory, and what is used most stays; at least the
+    // experts of one token must fit. Results are the same. 0, the default, uses all where they are mapped and leaves it to
+    // the system what stays in memory.
+    uint64_t host_bytes;
 } dsv4_engine_options;
 
 // What an engine was made with and found. Set `size` to `sizeof(dsv4_engine_info)` before the call.
@@ -2041,6 +2047,19 @@ typedef struct dsv4_engine_metrics {
     int32_t is_degraded;
     // Sessions that were made smaller.
     uint64_t degraded_sessions;
+    // Routed experts that were in host memory when they were chosen. This and the next five are 0 without `host_bytes`, or
+    // where all experts fit.
+    uint64_t host_expert_hits;
+    // Those that had to be read from the files, or were still being read.
+    uint64_t host_expert_misses;
+    // Reads of experts before they were chosen, where token ids tell which will be.
+    uint64_t host_expert_read_ahead;
+    // Bytes of experts that were read.
+    uint64_t host_expert_read_bytes;
+    // Nanoseconds that steps waited for these reads.
+    uint64_t host_expert_wait_nanos;
+    // Bytes of host memory for experts.
+    uint64_t host_expert_bytes;
 } dsv4_engine_metrics;
 
 // Figures of a session since it was made; a fork begins with its parent's reused tokens. Set `size` to

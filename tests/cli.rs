@@ -111,6 +111,7 @@ fn help_explains_every_option_of_every_command() {
         "--batch-invariant",
         "--gpu-bytes",
         "--gpu-experts",
+        "--host-bytes",
         "--cache-bytes",
         "--checkpoint-bytes",
         "--checkpoints",

@@ -117,6 +117,9 @@ type EngineOptions struct {
 	GPUBytes uint64
 	// Routed experts of each layer whose weights the GPU holds, the CPU computes the others; 0 is as many as fit, -1 none.
 	GPUExperts int64
+	// Most bytes of host memory for the weights of routed experts, what does not fit is read when it is needed; 0 uses all
+	// where they are mapped.
+	HostBytes uint64
 }
 
 func (o *EngineOptions) toC(c *C.dsv4_engine_options, keep *scratch) error {

@@ -33,6 +33,10 @@ type EngineMetrics struct {
 	// Whether sessions that are made are smaller ones now, and how many were.
 	IsDegraded       bool
 	DegradedSessions uint64
+	// Routed experts that were in host memory when they were chosen, and those that had to be read; 0 without HostBytes.
+	HostExpertHits, HostExpertMisses, HostExpertReadAhead uint64
+	// Bytes of experts read, how long steps waited for them, and bytes of host memory for them.
+	HostExpertReadBytes, HostExpertWaitNanos, HostExpertBytes uint64
 }
 
 // SessionMetrics are figures of a session since it was made.

@@ -5,6 +5,7 @@ mod agenda;
 mod batch;
 mod bell;
 mod cancel;
+mod experts;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod metrics;
@@ -22,6 +23,7 @@ use crate::cache::file::Identity;
 use crate::cache::tier::Tiers;
 use crate::cache::{CacheLayout, CacheManager, CacheStats, KvFormat, PageMemory, SequenceCache};
 use crate::error::{ErrorKind, Result, bail};
+use crate::model::deepseek_v4::home::ExpertTier;
 use crate::model::deepseek_v4::{Probe, Segment, Tables, Trunk};
 use crate::model::{Model, Numerics, Rounding};
 
@@ -81,7 +83,8 @@ pub struct Engine {
 
 /// What runs the layers.
 enum Device {
-    Cpu,
+    /// The host's processors, with its experts if not all of them are used where they are mapped.
+    Cpu(Option<Arc<ExpertTier>>),
     #[cfg(feature = "cuda")]
     Gpu(Box<gpu::GpuEngine>),
 }
@@ -235,7 +238,7 @@ impl Engine {
     /// Calls `work`, a second time if it found no room and pages could be moved together to make some.
     fn with_room<T>(&self, mut work: impl FnMut() -> Result<T>) -> Result<T> {
         match &self.device {
-            Device::Cpu => work(),
+            Device::Cpu(_) => work(),
             #[cfg(feature = "cuda")]
             Device::Gpu(gpu) => gpu.with_room(&self.cache, work),
         }
@@ -286,7 +289,7 @@ impl Engine {
         between: &mut (dyn FnMut(usize) -> Result<()> + Send),
     ) -> Result<Stepped> {
         match &self.device {
-            Device::Cpu => {
+            Device::Cpu(_) => {
                 // the logits are where the sampler is
                 let _ = lasts;
                 let trunk = self.trunk(Rounding::from(self.options.numerics));
@@ -306,7 +309,7 @@ impl Engine {
     /// Logits `[vocab]` of a hidden state that the device left of a token it chose: the same bits as then.
     pub(crate) fn logits_of(&self, hidden: &[u16]) -> Result<Vec<f32>> {
         match &self.device {
-            Device::Cpu => bail!(InvalidArgument, "{} values of a hidden state on the CPU", hidden.len()),
+            Device::Cpu(_) => bail!(InvalidArgument, "{} values of a hidden state on the CPU", hidden.len()),
             #[cfg(feature = "cuda")]
             Device::Gpu(gpu) => gpu.logits_of(hidden),
         }
@@ -315,7 +318,7 @@ impl Engine {
     #[cfg(feature = "cuda")]
     fn gpu(&self) -> Option<&gpu::GpuEngine> {
         match &self.device {
-            Device::Cpu => None,
+            Device::Cpu(_) => None,
             Device::Gpu(gpu) => Some(gpu),
         }
     }
@@ -327,6 +330,7 @@ impl Engine {
             rounding,
             cpu: &self.cpu,
             tables: &self.tables,
+            tier: self.device.tier().map(Arc::as_ref),
         }
     }
 }
@@ -341,7 +345,7 @@ impl Device {
         progress: &mut dyn FnMut(u64, u64) -> Result<()>,
     ) -> Result<Self> {
         match options.device {
-            DeviceChoice::Cpu => Ok(Self::Cpu),
+            DeviceChoice::Cpu => Ok(Self::Cpu(experts::tier(model, options, 0)?)),
             DeviceChoice::Cuda(n) => {
                 Ok(Self::Gpu(Box::new(gpu::GpuEngine::open(n, cpu, model, options, layout, progress)?)))
             }
@@ -351,24 +355,33 @@ impl Device {
     #[cfg(not(feature = "cuda"))]
     fn open(
         _: &Arc<Cpu>,
-        _: &Arc<Model>,
-        _: &EngineOptions,
+        model: &Arc<Model>,
+        options: &EngineOptions,
         _: &CacheLayout,
         _: &mut dyn FnMut(u64, u64) -> Result<()>,
     ) -> Result<Self> {
         // validation has refused every other device
-        Ok(Self::Cpu)
+        Ok(Self::Cpu(experts::tier(model, options, 0)?))
     }
 
     /// Whether the host's processors run the layers.
     fn is_cpu(&self) -> bool {
-        matches!(self, Self::Cpu)
+        matches!(self, Self::Cpu(_))
+    }
+
+    /// The experts in host memory, if not all of them are used where they are mapped.
+    fn tier(&self) -> Option<&Arc<ExpertTier>> {
+        match self {
+            Self::Cpu(tier) => tier.as_ref(),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(gpu) => gpu.tier(),
+        }
     }
 
     /// Memory for pages; the host's if there is none.
     fn memory(&self) -> Option<Arc<dyn PageMemory>> {
         match self {
-            Self::Cpu => None,
+            Self::Cpu(_) => None,
             #[cfg(feature = "cuda")]
             Self::Gpu(gpu) => Some(gpu.memory()),
         }
@@ -377,8 +390,8 @@ impl Device {
     /// Most tokens of a step where `wanted` were asked for, 0 for the device's own.
     fn rows(&self, wanted: usize) -> usize {
         match self {
-            Self::Cpu if wanted == 0 => EngineOptions::CPU_PREFILL_CHUNK,
-            Self::Cpu => wanted,
+            Self::Cpu(_) if wanted == 0 => EngineOptions::CPU_PREFILL_CHUNK,
+            Self::Cpu(_) => wanted,
             #[cfg(feature = "cuda")]
             Self::Gpu(gpu) => gpu.rows(),
         }
@@ -387,7 +400,7 @@ impl Device {
     /// Most sequences of a step.
     fn sequences(&self) -> usize {
         match self {
-            Self::Cpu => usize::MAX,
+            Self::Cpu(_) => usize::MAX,
             #[cfg(feature = "cuda")]
             Self::Gpu(gpu) => gpu.sequences(),
         }
@@ -396,7 +409,7 @@ impl Device {
     /// Name for people.
     fn name(&self) -> &str {
         match self {
-            Self::Cpu => "cpu",
+            Self::Cpu(_) => "cpu",
             #[cfg(feature = "cuda")]
             Self::Gpu(gpu) => gpu.name(),
         }

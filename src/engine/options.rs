@@ -113,9 +113,14 @@ pub struct EngineOptions {
     pub cache_bytes: u64,
     /// Most bytes of a GPU's memory, weights, steps and cache together; 0 takes what is free.
     pub gpu_bytes: u64,
-    /// Routed experts of each layer whose weights are on the GPU; the CPU computes the others, from the mapped checkpoint.
+    /// Routed experts of each layer whose weights are on the GPU; the CPU computes the others.
     /// `None` takes as many as fit.
     pub gpu_experts: Option<usize>,
+    /// Most bytes of host memory for the weights of routed experts, those on a GPU aside. Where they do not all fit, the
+    /// experts that a step needs are read from the files into this memory, and what is used most stays; at least the
+    /// experts of one token must fit. 0, the default, uses all where they are mapped and leaves it to the system what stays
+    /// in memory. Results are the same.
+    pub host_bytes: u64,
     /// Most bytes of checkpoints kept for prefix reuse, within `cache_bytes`; 0 takes a quarter of those.
     pub checkpoint_bytes: u64,
     /// Where checkpoints are kept.
@@ -144,6 +149,7 @@ impl Default for EngineOptions {
             cache_bytes: 0,
             gpu_bytes: 0,
             gpu_experts: None,
+            host_bytes: 0,
             checkpoint_bytes: 0,
             checkpoints: CheckpointPolicy::Boundary,
             prefix_salt: String::new(),
@@ -226,7 +232,6 @@ fn machine_memory() -> u64 {
 }
 
 /// Bytes of memory that are free or hold what can be read again; `None` where the system does not tell.
-#[cfg(feature = "cuda")]
 pub(super) fn available_memory() -> Option<u64> {
     memory_figure("MemAvailable:")
 }

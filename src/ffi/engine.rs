@@ -177,9 +177,14 @@ pub struct dsv4_engine_options {
     pub degraded_chunk: u64,
     /// Most bytes of a GPU's memory, weights, steps and cache together; 0, the default, is what is free.
     pub gpu_bytes: u64,
-    /// Routed experts of each layer whose weights the GPU holds; the CPU computes the others from the mapped checkpoint while
+    /// Routed experts of each layer whose weights the GPU holds; the CPU computes the others while
     /// the GPU does its share. 0, the default, is as many as fit, -1 is none.
     pub gpu_experts: i64,
+    /// Most bytes of host memory for the weights of routed experts, those on a GPU aside. Where they do not all fit, the
+    /// experts that a step needs are read from the files into this memory, and what is used most stays; at least the
+    /// experts of one token must fit. Results are the same. 0, the default, uses all where they are mapped and leaves it to
+    /// the system what stays in memory.
+    pub host_bytes: u64,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -220,6 +225,7 @@ impl Options for dsv4_engine_options {
             degraded_chunk: 0,
             gpu_bytes: rust.gpu_bytes,
             gpu_experts: 0,
+            host_bytes: rust.host_bytes,
         }
     }
 }
@@ -369,6 +375,7 @@ pub(super) unsafe fn read(options: &dsv4_engine_options) -> Result<EngineOptions
         when_full: choice(options.when_full, "when_full", &WHEN_FULL, |w| w as i32)?.unwrap_or_default(),
         degraded: degraded(options)?,
         gpu_bytes: options.gpu_bytes,
+        host_bytes: options.host_bytes,
         gpu_experts: match options.gpu_experts {
             0 => None,
             -1 => Some(0),

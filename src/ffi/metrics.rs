@@ -70,6 +70,19 @@ pub struct dsv4_engine_metrics {
     pub is_degraded: i32,
     /// Sessions that were made smaller.
     pub degraded_sessions: u64,
+    /// Routed experts that were in host memory when they were chosen. This and the next five are 0 without `host_bytes`, or
+    /// where all experts fit.
+    pub host_expert_hits: u64,
+    /// Those that had to be read from the files, or were still being read.
+    pub host_expert_misses: u64,
+    /// Reads of experts before they were chosen, where token ids tell which will be.
+    pub host_expert_read_ahead: u64,
+    /// Bytes of experts that were read.
+    pub host_expert_read_bytes: u64,
+    /// Nanoseconds that steps waited for these reads.
+    pub host_expert_wait_nanos: u64,
+    /// Bytes of host memory for experts.
+    pub host_expert_bytes: u64,
 }
 
 // SAFETY: `repr(C)`, `size` first, plain fields without padding.
@@ -159,6 +172,12 @@ pub unsafe extern "C" fn dsv4_engine_get_metrics(
             pressure: m.pressure,
             is_degraded: i32::from(m.is_degraded),
             degraded_sessions: m.degraded_sessions,
+            host_expert_hits: m.host_experts.hits,
+            host_expert_misses: m.host_experts.misses,
+            host_expert_read_ahead: m.host_experts.read_ahead,
+            host_expert_read_bytes: m.host_experts.read_bytes,
+            host_expert_wait_nanos: m.host_experts.wait_nanos,
+            host_expert_bytes: m.host_experts.frame_bytes,
         });
         Ok(())
     })

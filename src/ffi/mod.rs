@@ -78,9 +78,10 @@
 //!
 //! MAPPED FILES
 //!
-//! Weights are mapped read-only. Sizes are checked when a model is opened and again with each step; a file that another
-//! process truncates within a step makes the system raise SIGBUS, as with any mapped file. Replace checkpoints by
-//! renaming folders, never by writing into files that are in use.
+//! Weights are mapped read-only. Sizes are checked when a model is opened and again with each step, and pages are brought in
+//! where they are used first, so that a disk error is an `IO`; a file that another process truncates within a step makes the
+//! system raise SIGBUS, as with any mapped file. Experts that are read because of `host_bytes` are not mapped: there a shorter
+//! file is a `CORRUPT` that names it. Replace checkpoints by renaming folders, never by writing into files that are in use.
 
 // This documentation and that of the files below is, in the order of `SECTIONS`, the text of include/dsv4.h; tests/header.rs
 // writes it. Each file here is one section, and the functions in it are the section's.

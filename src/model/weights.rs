@@ -49,20 +49,18 @@ impl Matrix {
 
     /// The matrix as the operations take it. Reading it may touch the disk.
     pub fn view(&self) -> MatrixRef<'_> {
+        self.over(self.tensor.bytes(), self.scale.as_ref().map_or(&[], Tensor::bytes))
+    }
+
+    /// The matrix over other bytes, those of its two tensors elsewhere in memory.
+    pub(crate) fn over<'a>(&self, data: &'a [u8], scales: &'a [u8]) -> MatrixRef<'a> {
         let scales = match &self.scale {
             None => Scales::None,
-            Some(scale) if scale.dtype() == DType::F32 => Scales::F32(scale.bytes()),
-            Some(scale) => Scales::E8m0(scale.bytes()),
+            Some(scale) if scale.dtype() == DType::F32 => Scales::F32(scales),
+            Some(_) => Scales::E8m0(scales),
         };
-        MatrixRef {
-            format: self.format,
-            rows: self.rows,
-            cols: self.cols,
-            data: self.tensor.bytes(),
-            scales,
-            first_row: 0,
-            round_to_bf16: false,
-        }
+        let Self { format, rows, cols, .. } = *self;
+        MatrixRef { format, rows, cols, data, scales, first_row: 0, round_to_bf16: false }
     }
 
     /// Number of outputs.
@@ -138,9 +136,10 @@ impl Vector {
     /// Widens the elements now, with memory that is reserved fallibly.
     ///
     /// # Errors
-    /// `OutOfMemory`, naming the tensor and the bytes.
+    /// `OutOfMemory`, naming the tensor and the bytes; `Io` and `Corrupt` of the file.
     pub fn prepare(&self) -> Result<()> {
         if self.values.get().is_none() {
+            self.tensor.populate(0..self.tensor.byte_len())?;
             let mut values = alloc::with_capacity(self.tensor.name(), self.len())?;
             self.widen_into(&mut values);
             // another thread may have been faster, with the same values
@@ -192,7 +191,7 @@ impl HashTable {
     ///
     /// # Errors
     /// `InvalidArgument` for a token outside the table, `Corrupt` for an expert id outside `0..n_routed_experts`, naming
-    /// the tensor and the row.
+    /// the tensor and the row; `Io` and `Corrupt` of the file.
     pub fn row(&self, token: u32) -> Result<impl ExactSizeIterator<Item = usize> + '_> {
         let &[rows, per_token] = self.tensor.shape() else {
             unreachable!("resolve checked that the table has two dimensions")
@@ -200,7 +199,9 @@ impl HashTable {
         if token as usize >= rows {
             bail!(InvalidArgument, "token {token} is outside the {rows} rows of {}", self.tensor.name());
         }
-        let row = &self.tensor.bytes()[token as usize * per_token * 8..][..per_token * 8];
+        let part = token as usize * per_token * 8..(token as usize + 1) * per_token * 8;
+        self.tensor.populate(part.clone())?;
+        let row = &self.tensor.bytes()[part];
         let ids = row.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().expect("chunks of 8 bytes")));
         for id in ids.clone() {
             if usize::try_from(id).is_ok_and(|id| id < self.experts) {
@@ -386,7 +387,7 @@ impl Weights {
     /// allocates.
     ///
     /// # Errors
-    /// `OutOfMemory`, naming the tensor.
+    /// `OutOfMemory`, naming the tensor; `Io` and `Corrupt` of the file.
     pub fn prepare(&self) -> Result<()> {
         self.for_each_vector(&mut Vector::prepare)
     }

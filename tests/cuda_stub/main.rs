@@ -256,6 +256,29 @@ fn as_many_experts_as_a_budget_has_room_for_are_placed_and_no_byte_more_is_alloc
     });
 }
 
+/// Of experts shared out, the host's may have less memory than they need; those on the device have none of it.
+#[test]
+fn the_hosts_experts_may_be_read_when_they_are_needed() {
+    on_stub("the_hosts_experts_may_be_read_when_they_are_needed", |stub| {
+        let model = Model::open(folder()).unwrap();
+        let engine = |gpu_experts, host_bytes| {
+            Engine::new(&model, EngineOptions { gpu_experts: Some(gpu_experts), host_bytes, ..options() })
+        };
+        let tight = engine(0, 200_000).unwrap();
+        use_it(&tight).unwrap();
+        let stats = tight.metrics().host_experts;
+        assert!(stats.misses > 0 && stats.read_bytes > 0 && stats.frame_bytes <= 200_000, "{stats:?}");
+        let refused = engine(7, 1).err().unwrap();
+        assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+        assert!(refused.message().contains("host_bytes is 1"), "{refused}");
+        let all = engine(8, 1).unwrap();
+        use_it(&all).unwrap();
+        assert_eq!(all.metrics().host_experts, Default::default(), "all are on the device");
+        drop((tight, all));
+        assert!(stub.is_clean());
+    });
+}
+
 /// Pitfall 65: a context of a million tokens takes pages as it fills, not scratch, and what does not fit is refused with its
 /// bytes before anything is allocated.
 #[test]

@@ -65,6 +65,11 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N", value_parser = whole::<usize>)]
     gpu_experts: Option<usize>,
 
+    /// Most host memory for the weights of routed experts, such as 6G: what does not fit is read from the files when it is
+    /// needed; 0 leaves it to the system what stays in memory
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size)]
+    host_bytes: u64,
+
     #[command(flatten)]
     cache: CacheArgs,
 }
@@ -237,6 +242,7 @@ impl EngineArgs {
             cache_bytes: self.cache.cache_bytes,
             gpu_bytes: self.gpu_bytes,
             gpu_experts: self.gpu_experts,
+            host_bytes: self.host_bytes,
             checkpoint_bytes: self.cache.checkpoint_bytes,
             checkpoints: self.cache.checkpoints,
             prefix_salt: self.cache.salt.clone(),

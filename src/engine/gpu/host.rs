@@ -26,6 +26,7 @@ use crate::engine::research::HostFigures;
 use crate::error::{Result, bail};
 use crate::model::config::Config;
 use crate::model::deepseek_v4::experts::{ExpertRows, Experts, Routes};
+use crate::model::deepseek_v4::home::{ExpertTier, Home};
 use crate::model::{Model, Rounding};
 use crate::tensor::format::{bf16_value, round_bf16};
 
@@ -73,8 +74,17 @@ pub(super) struct Question<'a> {
 }
 
 impl HostExperts {
-    /// For steps of up to `rows` rows.
-    pub(super) fn new(gpu: &Gpu, cpu: &Arc<Cpu>, model: &Arc<Model>, rounding: Rounding, rows: usize) -> Result<Self> {
+    /// For steps of up to `rows` rows, where the first `on_device` experts of each layer are the device's, and the others, if
+    /// they are not used where they are mapped, in `tier`.
+    pub(super) fn new(
+        gpu: &Gpu,
+        cpu: &Arc<Cpu>,
+        model: &Arc<Model>,
+        tier: Option<Arc<ExpertTier>>,
+        on_device: usize,
+        rounding: Rounding,
+        rows: usize,
+    ) -> Result<Self> {
         let [ids, weights, values, back] = pinned_bytes(model.config(), rows);
         let asked = Asked {
             ids: Pinned::new(gpu, ids)?,
@@ -93,6 +103,9 @@ impl HostExperts {
             worker: Worker {
                 cpu: Arc::clone(cpu),
                 model: Arc::clone(model),
+                tier,
+                on_device,
+                tokens: Vec::new(),
                 rounding,
                 routes: Routes::default(),
                 x: Vec::new(),
@@ -100,6 +113,18 @@ impl HostExperts {
                 sources: Vec::new(),
             },
         })
+    }
+
+    /// Begins a step with `tokens`: where experts follow from token ids, they are read ahead of their layers.
+    pub(super) fn begin(&mut self, tokens: impl Iterator<Item = u32> + Clone) -> Result<()> {
+        let kept = &mut self.worker.tokens;
+        kept.clear();
+        if self.worker.tier.is_some() {
+            alloc::reserve("tokens of a step", kept, tokens.clone().count())?;
+            kept.extend(tokens);
+        }
+        self.worker.expect(0);
+        Ok(())
     }
 
     /// From now on what is queued is, or is not, part of a graph.
@@ -284,6 +309,12 @@ impl Drop for Unanswered<'_> {
 struct Worker {
     cpu: Arc<Cpu>,
     model: Arc<Model>,
+    /// The host's experts, if they are not used where they are mapped.
+    tier: Option<Arc<ExpertTier>>,
+    /// How many experts of each layer are the device's, the first ones.
+    on_device: usize,
+    /// Tokens of the step, where there is a tier.
+    tokens: Vec<u32>,
     rounding: Rounding,
     routes: Routes,
     x: Vec<f32>,
@@ -293,6 +324,14 @@ struct Worker {
 }
 
 impl Worker {
+    /// Tells which experts of `layer` and the next will be needed.
+    fn expect(&self, layer: usize) {
+        if let Some(tier) = &self.tier {
+            let (weights, tokens) = (self.model.weights(), self.tokens.iter().copied());
+            tier.expect(weights, layer, &tokens, |_, expert| expert >= self.on_device);
+        }
+    }
+
     /// Takes the ids of a layer's experts that are the host's; others are the number of experts.
     fn take(&mut self, ids: impl ExactSizeIterator<Item = u32>) -> Result<()> {
         let kept = &mut self.routes.ids;
@@ -305,7 +344,8 @@ impl Worker {
     /// Computes the experts of `layer` that were taken, for `rows` rows, and leaves their outputs in `back`, in order of
     /// assignment; how many there are.
     fn compute(&mut self, layer: usize, rows: usize, asked: &mut Asked, back: &mut Pinned) -> Result<usize> {
-        let Self { cpu, model, rounding, routes, x, rows: outputs, sources } = self;
+        self.expect(layer + 1);
+        let Self { cpu, model, tier, rounding, routes, x, rows: outputs, sources, .. } = self;
         let config = model.config();
         let (d, places) = (config.hidden_size, rows * config.num_experts_per_tok);
         routes.sort(config.n_routed_experts)?;
@@ -325,7 +365,8 @@ impl Worker {
             x.iter_mut().zip(&bits[first..]).for_each(|(x, &bits)| *x = bf16_value(bits));
         })?;
 
-        let experts = Experts { cpu, config, rounding: *rounding };
+        let home = Home { tier: tier.as_deref(), layer };
+        let experts = Experts { cpu, config, rounding: *rounding, home };
         experts.run(&model.weights().layers[layer].ffn, x, routes, None, outputs)?;
         in_order_of_assignment(&routes.order, sources)?;
         let out = &outputs.out;

@@ -30,6 +30,7 @@ use crate::backend::cuda::stream::{Event, Graph, Stream};
 use crate::backend::cuda::upload::Uploader;
 use crate::cache::{CacheLayout, CacheManager, PageMemory};
 use crate::error::{Error, ErrorKind, Result, bail};
+use crate::model::deepseek_v4::home::ExpertTier;
 use crate::model::deepseek_v4::{Segment, finite_logits, finite_streams, wanted_rows};
 use crate::model::{Model, Rounding};
 use crate::tensor::format::bf16_value;
@@ -43,6 +44,7 @@ use self::tables::{PagesKey, Tables, parts, pitch};
 use self::warm::Warming;
 use self::weights::{DeviceWeights, Placer, Upload};
 use super::EngineOptions;
+use super::experts::tier;
 use super::research::HostFigures;
 use super::step::{Last, Stepped};
 
@@ -74,7 +76,9 @@ pub(super) struct GpuEngine {
     pages: PageBuffer,
     memory: Arc<DevicePages>,
     plan: Plan,
-    /// Where experts are on the host.
+    /// The host's experts, if they are not used where they are mapped.
+    tier: Option<Arc<ExpertTier>>,
+    /// Where they are.
     warming: Option<Warming>,
     queue: Mutex<Queue>,
 }
@@ -133,6 +137,7 @@ impl GpuEngine {
         let gpu = Gpu::open(ordinal)?;
         let plan = Plan::new(&gpu, model, options, layout)?;
         tracing::info!(device = %gpu.limits().name, ?plan, "memory planned");
+        let tier = tier(model, options, plan.experts * model.config().num_hidden_layers)?;
         let mut arena = Arena::new(&gpu, plan.weights)?;
         let mut uploader = Uploader::new(&gpu, UPLOAD_BYTES)?;
         let mut report = |done| progress(done, plan.weights);
@@ -170,7 +175,10 @@ impl GpuEngine {
         let (one_stream, resident) = (false, None);
         let rounding = Rounding::from(options.numerics);
         let is_whole = plan.experts == config.n_routed_experts;
-        let experts = (!is_whole).then(|| HostExperts::new(&gpu, cpu, model, rounding, plan.rows)).transpose()?;
+        let experts = (!is_whole)
+            .then(|| HostExperts::new(&gpu, cpu, model, tier.clone(), plan.experts, rounding, plan.rows))
+            .transpose()?;
+        let warms = !is_whole && tier.is_none();
         let queue = Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, experts, host };
         Ok(Self {
             model: Arc::clone(model),
@@ -183,7 +191,8 @@ impl GpuEngine {
             pages,
             memory: Arc::new(DevicePages::new(&gpu, memory)?),
             plan,
-            warming: (!is_whole).then(|| Warming::start(model, plan.experts)),
+            tier,
+            warming: warms.then(|| Warming::start(model, plan.experts)),
             queue: Mutex::new(queue),
             gpu,
         })
@@ -207,6 +216,11 @@ impl GpuEngine {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The experts in host memory, if not all are on the device or used where they are mapped.
+    pub(super) fn tier(&self) -> Option<&Arc<ExpertTier>> {
+        self.tier.as_ref()
+    }
+
     /// The memory of the cache.
     pub(super) fn memory(&self) -> Arc<dyn PageMemory> {
         Arc::clone(&self.memory) as Arc<dyn PageMemory>
@@ -224,7 +238,7 @@ impl GpuEngine {
 
     /// What the host did for the steps, if it has experts.
     pub(super) fn host_figures(&self) -> Option<HostFigures> {
-        let mapped = self.warming.as_ref()?.progress();
+        let mapped = self.warming.as_ref().map_or((0, 0), Warming::progress);
         let figures = self.queue().experts.as_ref()?.figures;
         Some(HostFigures { mapped, ..figures })
     }
@@ -330,6 +344,9 @@ impl GpuEngine {
         }
         let Queue { stream, side, one_stream, scratch, words, on_the_way, resident, graphs, experts, host } =
             &mut *queue;
+        if let Some(host) = experts {
+            host.begin(segments.iter().flat_map(|s| s.tokens).copied())?;
+        }
         stream.write_later(&words.slice(0..tables.words.len())?, &tables.words, on_the_way, 0)?;
         if resident.as_ref() != Some(&key) {
             *resident = None;

@@ -11,6 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::cache::CacheStats;
+use crate::model::deepseek_v4::home::PoolStats;
 
 use super::Engine;
 
@@ -68,6 +69,8 @@ pub struct EngineMetrics {
     pub is_degraded: bool,
     /// Sessions that were made smaller.
     pub degraded_sessions: u64,
+    /// Routed experts in host memory; zeros where they are used where they are mapped.
+    pub host_experts: PoolStats,
 }
 
 /// Figures of one session, since it was made; a fork begins with its parent's tokens reused and all else at 0.
@@ -179,6 +182,7 @@ impl Engine {
         let cache = self.cache_stats();
         let room = self.room.figures();
         self.room.pressure().look_now(&self.cache);
+        let host_experts = self.device.tier().map(|tier| tier.stats()).unwrap_or_default();
         let counts = self.meter.lock();
         EngineMetrics {
             prefill_tokens: counts.prefill_tokens,
@@ -204,6 +208,7 @@ impl Engine {
             pressure: self.room.pressure().level(),
             is_degraded: self.degraded().is_some(),
             degraded_sessions: counts.degraded_sessions,
+            host_experts,
         }
     }
 }

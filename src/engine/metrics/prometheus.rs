@@ -18,6 +18,7 @@ impl EngineMetrics {
         self.write_work(&mut text);
         self.write_cache(&mut text);
         self.write_room(&mut text);
+        self.write_host_experts(&mut text);
         text.0
     }
 
@@ -112,6 +113,25 @@ impl EngineMetrics {
             text.gauge(name, help, value);
         }
     }
+
+    fn write_host_experts(&self, text: &mut Text) {
+        let experts = &self.host_experts;
+        for (name, help, value) in [
+            ("dsv4_host_expert_hits_total", "Experts that were in host memory when they were chosen.", experts.hits),
+            ("dsv4_host_expert_misses_total", "Experts that had to be read or waited for.", experts.misses),
+            (
+                "dsv4_host_expert_read_ahead_total",
+                "Experts that were read before they were chosen.",
+                experts.read_ahead,
+            ),
+            ("dsv4_host_expert_read_bytes_total", "Bytes of experts read from files.", experts.read_bytes),
+        ] {
+            text.counter(name, help, value);
+        }
+        let waited = experts.wait_nanos as f64 / 1e9;
+        text.counter("dsv4_host_expert_wait_seconds_total", "Time that steps waited for experts.", waited);
+        text.gauge("dsv4_host_expert_bytes", "Host memory for experts that are read.", experts.frame_bytes);
+    }
 }
 
 impl Text {
@@ -124,7 +144,7 @@ impl Text {
         writeln!(self.0, "{line}").expect("a string takes every text");
     }
 
-    fn counter(&mut self, name: &str, help: &str, value: u64) {
+    fn counter(&mut self, name: &str, help: &str, value: impl std::fmt::Display) {
         self.head(name, "counter", help);
         self.line(format_args!("{name} {value}"));
     }

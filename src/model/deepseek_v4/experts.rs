@@ -13,6 +13,7 @@ use crate::model::weights::MoeWeights;
 use crate::tensor::format::e4m3_round_trip;
 
 use super::attention::ACT_BLOCK;
+use super::home::{Home, ReadyExpert};
 
 /// Values of an expert row that a thread activates at a time, whole blocks of what is quantised together.
 const PIECE: usize = 4 * ACT_BLOCK;
@@ -74,6 +75,7 @@ pub(crate) struct Experts<'a> {
     pub(crate) cpu: &'a Cpu,
     pub(crate) config: &'a Config,
     pub(crate) rounding: Rounding,
+    pub(crate) home: Home<'a>,
 }
 
 /// Memory that [`Experts::run`] needs, and its result. It grows to what the largest call needs and is then reused.
@@ -95,51 +97,71 @@ impl Experts<'_> {
         w: &MoeWeights,
         xq: &[f32],
         routes: &Routes,
+        mut shared: Option<(&[f32], &mut [f32])>,
+        room: &mut ExpertRows,
+    ) -> Result<()> {
+        let bounds = &routes.bounds;
+        let mut active = alloc::with_capacity("experts of a step", routes.order.len().min(w.experts.len()))?;
+        active.extend((0..w.experts.len()).filter(|&e| bounds[e] < bounds[e + 1]));
+        sized(&mut room.out, routes.order.len() * self.config.hidden_size)?;
+        self.home.with_ready(w, &active, &mut |ready| self.run_ready(w, ready, xq, routes, shared.take(), room))
+    }
+
+    /// As [`Self::run`], for some of the experts, ascending; `room.out` is large enough for all.
+    fn run_ready(
+        &self,
+        w: &MoeWeights,
+        ready: &[ReadyExpert<'_>],
+        xq: &[f32],
+        routes: &Routes,
         shared: Option<(&[f32], &mut [f32])>,
         room: &mut ExpertRows,
     ) -> Result<()> {
         let (d, top_k, inter) =
             (self.config.hidden_size, self.config.num_experts_per_tok, self.config.moe_intermediate_size);
-        let count = routes.order.len();
-        let rows_of = |e: usize| routes.bounds[e + 1] - routes.bounds[e];
-        let active = || (0..w.experts.len()).filter(|&e| rows_of(e) > 0);
+        let places_of = |expert: &ReadyExpert<'_>| routes.bounds[expert.id]..routes.bounds[expert.id + 1];
+        let rows_of = |expert| places_of(expert).len();
+        let count = ready.iter().map(rows_of).sum::<usize>();
         let row = |assignment: usize| &xq[assignment / top_k * d..][..d];
         let ExpertRows { inputs, gate, up, out } = room;
         let (gate, up) = (sized(gate, count * inter)?, sized(up, count * inter)?);
 
         // a row that is an expert's only one is used where it lies, where other experts meet it as well
-        let gathered = active().map(rows_of).filter(|&rows| rows > 1).sum::<usize>();
+        let gathered = ready.iter().map(rows_of).filter(|&rows| rows > 1).sum::<usize>();
         let mut gathered = sized(inputs, gathered * d)?;
-        let mut jobs = alloc::with_capacity("expert jobs", 2 * count)?;
+        let mut assignments = alloc::with_capacity("expert inputs", count)?;
+        let mut jobs = alloc::with_capacity("expert jobs", 2 * ready.len())?;
         let (mut gate_rest, mut up_rest) = (&mut *gate, &mut *up);
-        for e in active() {
-            let (rows, own) = (rows_of(e), &routes.order[routes.bounds[e]..routes.bounds[e + 1]]);
+        for expert in ready {
+            let own = &routes.order[places_of(expert)];
+            assignments.extend_from_slice(own);
             let input = if let [only] = own {
                 row(*only)
             } else {
-                let (input, rest) = gathered.split_at_mut(rows * d);
+                let (input, rest) = gathered.split_at_mut(own.len() * d);
                 gathered = rest;
                 input.chunks_exact_mut(d).zip(own).for_each(|(to, &assignment)| to.copy_from_slice(row(assignment)));
                 &*input
             };
             let (gate, up);
-            (gate, gate_rest) = gate_rest.split_at_mut(rows * inter);
-            (up, up_rest) = up_rest.split_at_mut(rows * inter);
-            jobs.push(Job::new(w.experts[e].w1.ready()?, input, gate));
-            jobs.push(Job::new(w.experts[e].w3.ready()?, input, up));
+            (gate, gate_rest) = gate_rest.split_at_mut(own.len() * inter);
+            (up, up_rest) = up_rest.split_at_mut(own.len() * inter);
+            jobs.push(Job::new(expert.w1, input, gate));
+            jobs.push(Job::new(expert.w3, input, up));
         }
         self.cpu.linear(&mut jobs)?;
         drop(jobs);
-        self.activate(gate, up, |place| routes.weights[routes.order[place]])?;
+        self.activate(gate, up, |place| routes.weights[assignments[place]])?;
 
-        let mut out_rest = sized(out, count * d)?;
-        let mut input_rest = &*gate;
-        let mut jobs = alloc::with_capacity("expert jobs", count + 1)?;
-        for e in active() {
+        let (mut out_rest, mut passed, mut input_rest) = (&mut out[..], 0, &*gate);
+        let mut jobs = alloc::with_capacity("expert jobs", ready.len() + 1)?;
+        for expert in ready {
+            let places = places_of(expert);
             let (output, input);
-            (output, out_rest) = out_rest.split_at_mut(rows_of(e) * d);
-            (input, input_rest) = input_rest.split_at(rows_of(e) * inter);
-            jobs.push(Job::new(w.experts[e].w2.ready()?, input, output));
+            (output, out_rest) = out_rest[(places.start - passed) * d..].split_at_mut(places.len() * d);
+            (input, input_rest) = input_rest.split_at(places.len() * inter);
+            passed = places.end;
+            jobs.push(Job::new(expert.w2, input, output));
         }
         if let Some((active, out)) = shared {
             jobs.push(Job::new(w.shared.w2.ready()?, active, out));

@@ -10,6 +10,7 @@ use crate::model::weights::{MoeWeights, Routing};
 use crate::tensor::format::round_bf16;
 
 use super::experts::{ExpertRows, Experts, Routes};
+use super::home::Home;
 use super::{Probe, Trunk};
 
 impl Trunk<'_> {
@@ -28,7 +29,8 @@ impl Trunk<'_> {
         let xq = quantised.as_deref().unwrap_or(x);
 
         let mut logits = alloc::vec_f32("router logits", rows * w.gate.rows())?;
-        let experts = Experts { cpu: self.cpu, config: self.config, rounding: self.rounding };
+        let home = Home { tier: self.tier, layer };
+        let experts = Experts { cpu: self.cpu, config: self.config, rounding: self.rounding, home };
         let (mut gate, mut up) = (experts.buffer(rows)?, experts.buffer(rows)?);
         self.cpu.linear(&mut [
             Job::new(w.gate.ready()?, x, &mut logits),

@@ -9,6 +9,7 @@
 mod attention;
 pub(crate) mod experts;
 mod ffn;
+pub(crate) mod home;
 mod probe;
 mod streams;
 
@@ -24,6 +25,7 @@ use crate::error::{Result, bail};
 use super::config::{Config, LayerKind};
 use super::numerics::Rounding;
 use super::weights::Weights;
+use home::ExpertTier;
 
 pub use probe::{Probe, Record};
 
@@ -86,6 +88,8 @@ pub struct Trunk<'a> {
     pub(crate) rounding: Rounding,
     pub(crate) cpu: &'a Cpu,
     pub(crate) tables: &'a Tables,
+    /// Where routed experts are, if not in the mapped checkpoint.
+    pub(crate) tier: Option<&'a ExpertTier>,
 }
 
 /// Tables that depend on the config alone.
@@ -174,6 +178,9 @@ impl<'a> Trunk<'a> {
         let mut x = self.embed(&step.ids)?;
         for layer in 0..self.config.num_hidden_layers {
             between(layer)?;
+            if let Some(tier) = self.tier {
+                tier.expect(self.weights, layer, &step.ids.iter().copied(), |_, _| true);
+            }
             x = self.layer(layer, &x, &step, segments, probe)?;
         }
         self.head(&x, &step, probe)
