@@ -140,6 +140,13 @@ fn a_text_has_the_same_logits_up_to_rounding_wherever_the_experts_are() {
     }
 }
 
+/// Bytes in which the experts of a token have room, each with the pages that its tensors share with others.
+fn bytes_of_a_token(model: &Model) -> u64 {
+    let expert = &model.weights().layers[0].ffn.experts[0];
+    let bytes: usize = [&expert.w1, &expert.w2, &expert.w3].map(|matrix| matrix.byte_len() + 4 * 4096).iter().sum();
+    (bytes * model.config().num_experts_per_tok) as u64
+}
+
 /// The first step of a shape is launched kernel by kernel and answered in between; the second becomes a graph, in which the
 /// device waits for the host, and later ones are that graph.
 #[test]
@@ -152,9 +159,8 @@ fn a_graph_that_waits_for_the_host_has_the_bits_of_steps_that_are_answered_in_be
     for gpu_experts in [0, 1, all / 2] {
         let options =
             EngineOptions { device, gpu_experts: Some(gpu_experts), cache_bytes: 1 << 30, ..EngineOptions::default() };
-        let engine = Engine::new(&model, options).expect("an engine");
-        let mut rounds = (0..4).map(|_| {
-            let mut session = fed(&engine, &text[..40]);
+        let round = |engine: &Arc<Engine>| {
+            let mut session = fed(engine, &text[..40]);
             text[40..44]
                 .iter()
                 .map(|&token| {
@@ -162,13 +168,21 @@ fn a_graph_that_waits_for_the_host_has_the_bits_of_steps_that_are_answered_in_be
                     subject::logits(&session).to_vec()
                 })
                 .collect::<Vec<_>>()
-        });
-        let first = rounds.next().expect("a round");
+        };
+        let engine = Engine::new(&model, options.clone()).expect("an engine");
+        let first = round(&engine);
         assert!(first.iter().flatten().all(|logit| logit.is_finite()));
         // of the first round's tokens only the first one's step was launched plainly
-        assert!(rounds.all(|round| round == first), "{gpu_experts} of {all} experts on the device");
+        assert!((0..3).all(|_| round(&engine) == first), "{gpu_experts} of {all} experts on the device");
         let figures = research::HostFigures::of(&engine).expect("the host has experts");
         assert!(figures.layers > 0 && figures.experts > 0, "{figures:?}");
+
+        // the same with room for the host's experts of a token only, which are read when they are needed
+        let tight = Engine::new(&model, EngineOptions { host_bytes: bytes_of_a_token(&model), ..options });
+        let tight = tight.expect("an engine");
+        assert!((0..3).all(|_| round(&tight) == first), "{gpu_experts} of {all} experts on the device, others read");
+        let read = tight.metrics().host_experts;
+        assert!(read.misses > 0 && read.read_bytes > 0, "{read:?}");
     }
 }
 

@@ -75,8 +75,10 @@ int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { CALL; *free_bytes = roo
 static int allocate(void **out, size_t bytes, size_t counted) {
     CALL;
     if (counted > room - held) return 2;
-    size_t *block = calloc(1, bytes + 256);
+    /* kernels rely on the alignment of the driver's memory */
+    size_t *block = aligned_alloc(256, (bytes + 511) / 256 * 256);
     if (!block) return 2;
+    memset(block, 0, bytes + 256);
     *block = counted;
     *out = (char *)block + 256;
     held += counted;
