@@ -388,7 +388,7 @@ fn as_json(engine: &Engine, measurements: &[Measurement], bandwidth: Option<&dyn
             "bytes": engine.model().checkpoint().total_bytes(),
         },
         "measurements": measurements.iter().map(one).collect::<Vec<_>>(),
-        "bandwidth": bandwidth.map(|bandwidth| bandwidth.as_json()),
+        "bandwidth": bandwidth.map(Comparison::as_json),
     })
 }
 
