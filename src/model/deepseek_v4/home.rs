@@ -160,7 +160,10 @@ impl ExpertTier {
             let Routing::Hash(table) = &layer_weights.ffn.routing else { continue };
             // a token or row that is wrong is an error where it is used
             let chosen = ids.clone().filter_map(|id| table.row(id).ok()).flatten();
-            let mut experts = Vec::with_capacity(layer_weights.ffn.experts.len());
+            // without room for a list nothing is read ahead
+            let Ok(mut experts) = alloc::with_capacity("experts to read ahead", layer_weights.ffn.experts.len()) else {
+                return;
+            };
             for expert in chosen.filter(|&expert| is_here(i, expert)) {
                 if !experts.contains(&expert) {
                     experts.push(expert);
